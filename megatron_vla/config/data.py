@@ -1,0 +1,104 @@
+"""Where the robot data is and how a sample is made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Data: datasets, cameras, prompt, normalization, loading"""
+
+    data_path: tuple[str, ...] = ()
+    """Root folder of a LeRobot v2.0, v2.1 or v3.0 dataset, read in place."""
+
+    mock_data: bool = False
+    """Deterministic synthetic samples instead of a dataset (benchmarks, launcher tests)."""
+
+    mock_num_samples: int = 4096
+    """Samples per epoch of the mock dataset."""
+
+    mock_num_cameras: int = 2
+    """Cameras of the mock dataset."""
+
+    mock_prompt_length: int = 60
+    """Valid prompt tokens of a mock sample."""
+
+    camera_map: tuple[str, ...] = ()
+    """VIEW=DATASET_KEY pairs, for example base=observation.images.top; the order is the order of the model's views."""
+
+    num_images: int | None = None
+    """Image slots of the model. Not set: as many as cameras are mapped. More: the rest are empty, masked slots."""
+
+    state_key: str = "observation.state"
+    """Dataset feature that holds the proprioceptive state."""
+
+    action_key: str = "action"
+    """Dataset feature that holds the action."""
+
+    dataset_action_representation: Literal["absolute", "delta"] = "absolute"
+    """How the dataset's actions are written: absolute targets, or already relative to the state."""
+
+    model_action_representation: Literal["as_dataset", "delta"] = "as_dataset"
+    """What the model predicts: the dataset's own actions, or actions minus the current state (--delta-action-dims)."""
+
+    delta_action_dims: tuple[int, ...] = ()
+    """Action dimensions made relative to the state of the same index; grippers are usually left out."""
+
+    normalization: Literal["quantile", "mean_std", "identity"] = "quantile"
+    """Normalization of state and actions."""
+
+    normalization_variant: Literal["openpi", "lerobot"] = "openpi"
+    """Handling of a zero range: openpi adds 1e-6 to every range, LeRobot replaces exact zeros by 1e-8."""
+
+    statistics_path: str | None = None
+    """statistics.json made by tools/compute_norm_stats.py. Not set: computed at start (rank 0) and stored in the checkpoint."""
+
+    max_out_of_range_fraction: float = 0.2
+    """Refuse statistics when more than this share of real samples normalizes outside [-1.5, 1.5] in any dimension."""
+
+    image_resize: Literal["pil_bilinear", "torch_bilinear"] = "pil_bilinear"
+    """Resize with padding: antialiased uint8 (openpi's data pipeline) or float without antialias (LeRobot)."""
+
+    tokenizer_model: str | None = None
+    """SentencePiece model file of the prompt tokenizer (a local path; nothing is downloaded)."""
+
+    prompt_state: bool = True
+    """Put the discretized state into the prompt (Task: ..., State: ...;). Off: task text and a newline."""
+
+    prompt_overflow: Literal["error", "truncate"] = "error"
+    """What to do with a prompt longer than --max-prompt-length; truncation is counted and printed."""
+
+    prompt_padding: Literal["max", "longest", "bucket"] = "bucket"
+    """Pad prompts to --max-prompt-length, to the longest of the micro-batch, or up to a multiple of --prompt-bucket-size."""
+
+    prompt_bucket_size: int = 32
+    """Granularity of prompt lengths with --prompt-padding bucket."""
+
+    empty_instruction: Literal["error", "drop", "keep"] = "error"
+    """Episodes without a task instruction: refuse, leave out, or train on them."""
+
+    drop_nonfinite: bool = False
+    """Leave out samples whose window holds NaN or Inf (printed with a count). Off: refuse them, located."""
+
+    exclude_episodes_file: str | None = None
+    """Text file with one episode index per line to leave out (tools/check_dataset.py writes one)."""
+
+    shuffle: bool = True
+    """Shuffle samples each epoch. Off: storage order."""
+
+    video_backend: Literal["auto", "pyav", "decord", "torchcodec"] = "auto"
+    """Video decoder. auto: first one that decodes every codec of the dataset; an explicit choice has no fallback."""
+
+    video_decoder_cache_size: int = 8
+    """Open video decoders kept per worker (least recently used are closed)."""
+
+    num_workers: int = 2
+    """Data loading processes per rank; 0 loads in the training process."""
+
+    prefetch_factor: int = 2
+    """Micro-batches that each worker prepares ahead."""
+
+    data_cache_path: str | None = None
+    """Folder for small derived tables. Not set: nothing is written."""

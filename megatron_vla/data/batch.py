@@ -1,0 +1,62 @@
+"""Batch: named tensors with positive masks. Padding may hold garbage and the loss does not move.
+
+Shape legend: B samples, V views (model image slots), C channels, H height, W width, L prompt slots, T action horizon,
+A padded action dimensions, D padded state dimensions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Batch:
+    """One micro-batch.
+
+    images_BVCHW: uint8 in [0, 255] or float in [-1, 1]; an absent view is black (-1).
+    camera_is_present_BV: bool.
+    tokens_BL: int64, right-padded with 0; token_is_valid_BL: bool.
+    actions_BTA: float32, normalised, zero in padded dimensions; action_is_valid_BTA: bool, the elements of the loss.
+    noise_BTA: float32 standard normal, in padded dimensions too; time_B: float32 flow time in (0, 1], 1 = noise.
+    state_BD: float32, normalised, zero-padded.
+    sample_index_B: int64 dataset index; epoch_B: int64.
+    """
+
+    images_BVCHW: Tensor
+    camera_is_present_BV: Tensor
+    tokens_BL: Tensor
+    token_is_valid_BL: Tensor
+    actions_BTA: Tensor
+    action_is_valid_BTA: Tensor
+    noise_BTA: Tensor
+    time_B: Tensor
+    state_BD: Tensor
+    sample_index_B: Tensor
+    epoch_B: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Field name -> tensor."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def to(self, device: torch.device, non_blocking: bool = True) -> Batch:
+        """Copy to `device`; dtypes stay (the model casts)."""
+        return Batch(**{k: v.to(device, non_blocking=non_blocking) for k, v in self.tensors().items()})
+
+    def pin_memory(self) -> Batch:
+        """Called by torch's DataLoader when pinning is on."""
+        return Batch(**{k: v.pin_memory() for k, v in self.tensors().items()})
+
+    @property
+    def size(self) -> int:
+        """Samples in this micro-batch."""
+        return int(self.tokens_BL.shape[0])
+
+
+def collate_tensors(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Stack equal-shaped numpy arrays of samples into tensors, name by name."""
+    return {name: torch.stack([torch.as_tensor(s[name]) for s in samples]) for name in samples[0]}

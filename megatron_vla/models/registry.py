@@ -1,0 +1,43 @@
+"""One dict: family name -> ModelFamily, lazily imported. No decorators, no entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFamily:
+    """What the rest of the project needs to know of a model family, and all it may know.
+
+    build(config: RunConfig, groups: ParallelGroups) -> nn.Module, randomly initialised from config.training.seed.
+    forward_step(data_iterator, model) -> (output, loss_func): Megatron's contract; loss_func(output) returns
+        (loss_sum, num_valid_elements, metrics), device tensors of shape [] each.
+    check(config) -> list[Finding]: the family's own rules, before anything is built.
+    converter: released layouts <-> this project's parameter names.
+    block_names: dotted patterns ('*' = one segment) of what "a layer" is, for compile, checkpointing, FP8 and graphs.
+    batch_fields: names of the Batch tensors that forward_step reads.
+    """
+
+    name: str
+    config_type: type
+    variants: Mapping[str, Mapping[str, Any]]
+    build: Callable[..., Any]
+    forward_step: Callable[..., Any]
+    check: Callable[..., Any]
+    converter: Any
+    block_names: tuple[str, ...]
+    batch_fields: frozenset[str]
+
+
+MODEL_FAMILIES: dict[str, str] = {"pi05": "megatron_vla.models.pi05.family"}
+
+
+def model_family(name: str) -> ModelFamily:
+    """The family called `name`. Raises ValueError naming the known ones."""
+    if name not in MODEL_FAMILIES:
+        raise ValueError(f"--model-name {name}: no such family; known: {', '.join(MODEL_FAMILIES)}")
+    family: ModelFamily = import_module(MODEL_FAMILIES[name]).FAMILY
+    return family
