@@ -10,6 +10,7 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import itertools
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -28,13 +29,12 @@ def field_help(section: type) -> dict[str, str]:
     tree = ast.parse(inspect.getsource(section).lstrip())
     body = typing.cast(ast.ClassDef, tree.body[0]).body
     texts: dict[str, str] = {}
-    for node, following in zip(body, body[1:], strict=False):
+    for node, following in itertools.pairwise(body):
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             continue
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
             texts[node.target.id] = " ".join(str(following.value.value).split())
     return texts
-
 
 
 def _argument_options(annotation: Any, where: str) -> dict[str, Any]:
