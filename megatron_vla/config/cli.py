@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import difflib
 import inspect
 import itertools
 import types
@@ -88,15 +89,9 @@ class StrictParser(argparse.ArgumentParser):
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, formatter_class=argparse.HelpFormatter, **options)
 
-    def parse_known_flags(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Like parse_known_args; used for the first look at --model-name."""
-        return super().parse_known_args(arguments)
-
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """Parse, or exit with status 2 naming the nearest flags for each unknown one."""
-        import difflib
-
-        parsed, unknown = super().parse_known_args(args, namespace)
+    def parse_flags(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """Field name -> value of the flags that were given, or exit with status 2 naming the nearest for each unknown."""
+        parsed, unknown = self.parse_known_args(arguments)
         if unknown:
             known = [o for a in self._actions for o in a.option_strings if o.startswith("--")]
             hints = []
@@ -104,7 +99,7 @@ class StrictParser(argparse.ArgumentParser):
                 near = difflib.get_close_matches(word.split("=")[0], known, n=3)
                 hints.append(f"{word}" + (f" (did you mean {', '.join(near)}?)" if near else ""))
             self.error("unknown argument(s): " + "; ".join(hints))
-        return parsed
+        return vars(parsed)
 
 
 def build_section(section: type, given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Any:

@@ -95,14 +95,14 @@ def parse_args(arguments: Sequence[str] | None = None) -> RunConfig:
     words = list(sys.argv[1:] if arguments is None else arguments)
     first_look = StrictParser(add_help=False)
     add_section(first_look, ModelConfig)
-    known, _ = first_look.parse_known_flags(words)
+    known, _ = first_look.parse_known_args(words)
     model = build_section(ModelConfig, vars(known))
     if model.model_name not in MODEL_FAMILIES:
         first_look.error(f"--model-name {model.model_name}: no such family; known: {', '.join(MODEL_FAMILIES)}")
     family = model_family(model.model_name)
     if model.model_variant not in family.variants:
         first_look.error(f"--model-variant {model.model_variant}: {model.model_name} has {', '.join(family.variants)}")
-    given = vars(build_parser(family.config_type).parse_args(words))
+    given = build_parser(family.config_type).parse_flags(words)
     sections = {name: build_section(kind, given) for name, kind in SECTIONS.items()}
     return RunConfig(
         **sections,

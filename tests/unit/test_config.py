@@ -1,0 +1,156 @@
+"""The argument set: generation, strictness, provenance, cross-section rules, generated documentation."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_vla.config.check import check
+from megatron_vla.config.cli import StrictParser, add_section, field_help, flag_name, to_flags
+from megatron_vla.config.docs import render
+from megatron_vla.config.run import SECTIONS, RunConfig, from_dict, parse_args
+from megatron_vla.models.registry import MODEL_FAMILIES, model_family
+
+BASE = ["--mock-data", "--model-variant", "tiny", "--train-iters", "3", "--lr-warmup-iters", "1"]
+
+
+def errors_of(*extra: str, world_size: int = 1) -> dict[str, str]:
+    config = parse_args([*BASE, *extra])
+    findings = check(config, model_family(config.model.model_name), world_size)
+    return {f.where: f"{f.what} {f.fix}" for f in findings if f.severity == "error"}
+
+
+def all_sections() -> list[type]:
+    return [*SECTIONS.values(), *(model_family(name).config_type for name in MODEL_FAMILIES)]
+
+
+@pytest.mark.parametrize("section", all_sections(), ids=lambda s: s.__name__)
+def test_every_field_has_help_and_is_frozen(section: type) -> None:
+    assert section.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    missing = {f.name for f in dataclasses.fields(section)} - set(field_help(section))
+    assert not missing, f"no help string under {missing}"
+
+
+def test_no_flag_is_declared_twice() -> None:
+    for name in MODEL_FAMILIES:
+        fields = [f.name for s in (*SECTIONS.values(), model_family(name).config_type) for f in dataclasses.fields(s)]
+        assert len(fields) == len(set(fields))
+
+
+def test_flags_round_trip_through_the_parser() -> None:
+    words = [
+        *BASE,
+        "--camera-map",
+        "base=a",
+        "wrist=b",
+        "--no-shuffle",
+        "--lr",
+        "0.25",
+        "--ema-decay",
+        "0.5",
+        "--num-layers",
+        "5",
+    ]
+    config = parse_args(words)
+    assert config.data.camera_map == ("base=a", "wrist=b")
+    assert config.data.shuffle is False and config.optimizer.lr == 0.25 and config.optimizer.ema_decay == 0.5
+    rebuilt = parse_args([w for s in (*SECTIONS, "family") for w in to_flags(getattr(config, s))])
+    assert dataclasses.replace(rebuilt, given=config.given) == config
+    assert from_dict(config.to_dict()) == config
+
+
+def test_variant_gives_defaults_and_flags_win() -> None:
+    tiny = parse_args(BASE)
+    assert tiny.family.hidden_size == 64 and tiny.family.num_layers == 3
+    assert parse_args([*BASE, "--num-layers", "2"]).family.num_layers == 2
+    assert parse_args(["--mock-data"]).family.hidden_size == 2048
+    assert "num_layers" not in tiny.given and "num_layers" in parse_args([*BASE, "--num-layers", "2"]).given
+
+
+def test_config_is_immutable() -> None:
+    config = parse_args(BASE)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.training.seed = 7  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--micro-batch", "2"], "--micro-batch-size"),
+        (["--tensor-model-parallel", "2"], "--tensor-model-parallel-size"),
+        (["--no-such-flag"], "unknown argument"),
+        (["--model-variant", "huge"], "base, small, tiny"),
+        (["--model-name", "pi1"], "known: pi05"),
+        (["--normalization", "minmax"], "invalid choice"),
+    ],
+)
+def test_unknown_abbreviated_or_bad_flags_are_refused(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_args([*BASE, *words])
+    assert stop.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_type_that_no_flag_can_express_is_an_error() -> None:
+    Bad = dataclasses.make_dataclass("Bad", [("table", dict, None)], frozen=True)
+    with pytest.raises(TypeError, match=r"Bad\.table"):
+        add_section(StrictParser(), Bad)
+
+
+def test_a_healthy_command_line_has_no_errors() -> None:
+    assert errors_of() == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "says"),
+    [
+        (["--global-batch-size", "7", "--micro-batch-size", "2"], "--global-batch-size", "use --global-batch-size 8"),
+        (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size", "use --tensor-model-parallel-size 1"),
+        (["--context-parallel-size", "2"], "--context-parallel-size", "not supported"),
+        (["--bf16", "--fp64"], "--bf16, --fp64", "choose one"),
+        (["--data-path", "/"], "--mock-data, --data-path", "drop one"),
+        (["--lr-warmup-iters", "3"], "--lr-warmup-iters", "use --lr-warmup-iters 0"),
+        (["--min-lr", "1"], "--min-lr", "above --lr"),
+        (["--train-iters", "0"], "--train-iters", "not positive"),
+        (["--ema-decay", "1.5"], "--ema-decay", "outside"),
+        (["--save-interval", "5"], "--save-interval", "add --save"),
+        (["--load-iteration", "5"], "--load-iteration", "add --load"),
+        (["--statistics-path", "/nowhere/statistics.json"], "--statistics-path", "does not exist"),
+        (["--save", "/proc/version/x"], "--save", "is a file"),
+        (["--model-action-representation", "delta"], "--delta-action-dims", "for example"),
+        (["--delta-action-dims", "0"], "--delta-action-dims", "no effect"),
+    ],
+)
+def test_each_rule_names_its_flag_and_a_way_out(words: list[str], where: str, says: str) -> None:
+    assert says in errors_of(*words)[where]
+
+
+def test_N10_delta_of_a_delta_dataset_is_refused() -> None:
+    found = errors_of(
+        "--dataset-action-representation", "delta", "--model-action-representation", "delta", "--delta-action-dims", "0"
+    )
+    assert "already deltas" in found["--model-action-representation"]
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    found = errors_of("--bf16", "--fp64", "--global-batch-size", "7", "--micro-batch-size", "2", "--train-iters", "0")
+    assert len(found) >= 3
+
+
+def test_batch_sizes_follow_the_world_size() -> None:
+    config: RunConfig = parse_args([*BASE, "--micro-batch-size", "2", "--global-batch-size", "16"])
+    assert [config.num_microbatches(w) for w in (1, 2, 4, 8)] == [8, 4, 2, 1]
+    assert parse_args([*BASE, "--micro-batch-size", "3"]).global_batch_size(4) == 12
+
+
+def test_flag_documentation_is_fresh() -> None:
+    committed = Path(__file__).parents[2] / "docs" / "flags.md"
+    assert committed.read_text() == render() + "\n", "run `make docs`"
+
+
+def test_flag_names_have_one_spelling() -> None:
+    assert flag_name("fp8_min_dim") == "--fp8-min-dim"
