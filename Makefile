@@ -1,0 +1,62 @@
+# One command per wish; `make help` lists them. Everything runs in .venv, which the first command creates.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Installed before everything else, so that no dependency pulls another build of it. TORCH="torch==2.13.0+cu130 ..." picks one.
+TORCH ?= torch==2.13.0
+EXTRAS ?= data,eval,log,dev
+QUICKSTART_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install quickstart test lint format test-distributed docs clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make quickstart        set up, record robot data in a simulator, train a small Pi0.5 on it, kill it, resume it"
+	@echo "make test              all CPU tests, linter and type checker"
+	@echo "make test-distributed  only the multi-process tests"
+	@echo "make lint | format     linter and type checker | rewrite the formatting"
+	@echo "make docs              regenerate docs/flags.md"
+	@echo "make install           only the virtual environment ($(VENV))"
+	@echo "make clean             remove caches and the quickstart's outputs (not $(VENV): rm -r it by hand)"
+
+install: $(STAMP)
+
+$(STAMP): setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version.split()[0] + "; make PYTHON=python3.12 ...")'
+	@echo "== install into $(VENV) (once, 1-3 minutes)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet setuptools wheel
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[$(EXTRAS)]"
+	@touch $@
+
+quickstart:
+	@start=$$(date +%s); $(MAKE) --no-print-directory install && \
+	$(BIN)/python tools/quickstart.py --install-seconds $$(( $$(date +%s) - start )) $(QUICKSTART_ARGS)
+
+test: $(STAMP) lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-distributed: $(STAMP)
+	$(BIN)/python -m pytest tests/distributed $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(STAMP)
+	$(BIN)/python -m megatron_vla.config.docs > docs/flags.md.new && mv docs/flags.md.new docs/flags.md
+
+clean:
+	rm -rf outputs .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,71 @@
+"""Package megatron_vla. `kernels/` is installed as megatron_vla.kernels, so it never shadows a public package of that name."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def read_version() -> str:
+    """The version string of megatron_vla/version.py, read without importing the package (torch may not be there yet)."""
+    text = (ROOT / "megatron_vla" / "version.py").read_text()
+    match = re.search(r'__version__ = "([^"]+)"', text)
+    if match is None:
+        raise ValueError("megatron_vla/version.py: no line __version__ = \"...\" -> restore it")
+    return match.group(1)
+
+
+def cuda_extensions() -> list[Extension]:
+    """One extension per kernels/*/csrc that holds .cu files; none when nvcc is absent (reference implementations run then).
+
+    The sources are plain extern "C" launchers without torch headers, which compile in seconds.
+    """
+    sources = {folder.parent.name: sorted(map(str, folder.glob("*.cu"))) for folder in ROOT.glob("kernels/*/csrc")}
+    wanted = {name: files for name, files in sources.items() if files}
+    if wanted and shutil.which("nvcc") is None:
+        print(f"nvcc not found: {len(wanted)} CUDA kernel(s) skipped ({', '.join(sorted(wanted))})")
+        return []
+    return [Extension(f"megatron_vla.kernels.{name}.launcher", files) for name, files in sorted(wanted.items())]
+
+
+def kernel_packages() -> list[str]:
+    """megatron_vla.kernels and one package per kernel folder."""
+    return ["megatron_vla.kernels", *(f"megatron_vla.kernels.{name}" for name in find_packages("kernels"))]
+
+
+setup(
+    name="megatron-vla",
+    version=read_version(),
+    description="Megatron-style training of Vision-Language-Action models",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=[*find_packages(include=["megatron_vla", "megatron_vla.*"]), *kernel_packages()],
+    package_dir={"megatron_vla.kernels": "kernels"},
+    # No upper bound above what the GPU machines carry and no floor that would replace an installed torch: install torch
+    # first, in the build (CPU, CUDA) that the machine needs.
+    install_requires=[
+        "torch>=2.11",
+        "numpy",
+        "packaging",
+        "psutil",
+        "safetensors",
+        "sentencepiece",
+        "pillow",
+        "pyarrow",
+        "tqdm",
+        "megatron-core>=0.16.1,<0.20",
+    ],
+    extras_require={
+        "data": ["av", "decord2", "torchcodec"],
+        "eval": ["metaworld==3.1.1", "mujoco==3.3.0", "gymnasium", "packaging", "av"],
+        "log": ["matplotlib", "tensorboard", "wandb"],
+        "gpu": ["transformer-engine[core_cu13,pytorch]", "flash-attn", "torchao"],
+        "dev": ["pytest==9.2.0", "ruff==0.17.6", "mypy==2.4.1", "tensorboard", "wandb", "matplotlib"],
+    },
+    ext_modules=cuda_extensions(),
+)
