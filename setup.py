@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 
@@ -16,7 +19,7 @@ def read_version() -> str:
     text = (ROOT / "megatron_vla" / "version.py").read_text()
     match = re.search(r'__version__ = "([^"]+)"', text)
     if match is None:
-        raise ValueError("megatron_vla/version.py: no line __version__ = \"...\" -> restore it")
+        raise ValueError('megatron_vla/version.py: no line __version__ = "..." -> restore it')
     return match.group(1)
 
 
@@ -31,6 +34,19 @@ def cuda_extensions() -> list[Extension]:
         print(f"nvcc not found: {len(wanted)} CUDA kernel(s) skipped ({', '.join(sorted(wanted))})")
         return []
     return [Extension(f"megatron_vla.kernels.{name}.launcher", files) for name, files in sorted(wanted.items())]
+
+
+class NvccBuild(build_ext):
+    """One nvcc call per kernel folder; architectures from CUDA_ARCH_LIST ("90a;100a"), by default Hopper."""
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        command = ["nvcc", "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", "-o", str(target), *ext.sources]
+        for arch in os.environ.get("CUDA_ARCH_LIST", "90a").split(";"):
+            command += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
+        print(" ".join(command))
+        subprocess.run(command, check=True)
 
 
 def kernel_packages() -> list[str]:
@@ -68,4 +84,5 @@ setup(
         "dev": ["pytest==9.2.0", "ruff==0.17.6", "mypy==2.4.1", "tensorboard", "wandb", "matplotlib"],
     },
     ext_modules=cuda_extensions(),
+    cmdclass={"build_ext": NvccBuild},
 )
