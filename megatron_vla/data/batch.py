@@ -22,6 +22,7 @@ class Batch:
     camera_is_present_BV: bool.
     tokens_BL: int64, right-padded with 0; token_is_valid_BL: bool.
     actions_BTA: float32, normalised, zero in padded dimensions; action_is_valid_BTA: bool, the elements of the loss.
+    action_dim_is_valid_BA: bool, the robot's own dimensions (False = padding up to --max-action-dim).
     noise_BTA: float32 standard normal, in padded dimensions too; time_B: float32 flow time in (0, 1], 1 = noise.
     state_BD: float32, normalised, zero-padded.
     sample_index_B: int64 dataset index; epoch_B: int64.
@@ -33,6 +34,7 @@ class Batch:
     token_is_valid_BL: Tensor
     actions_BTA: Tensor
     action_is_valid_BTA: Tensor
+    action_dim_is_valid_BA: Tensor
     noise_BTA: Tensor
     time_B: Tensor
     state_BD: Tensor

@@ -81,6 +81,10 @@ class Pi05Config:
     """Elements in the loss: valid = the robot's dimensions at steps inside the episode; real_dims = also repeated steps
     beyond the episode's end (LeRobot's recipe); all = padded dimensions too (openpi's recipe)."""
 
+    mask_padded_action_dims: bool = False
+    """Zero the noisy actions in padded dimensions before the network sees them, so that noise there cannot move any output.
+    Off as in the released weights, which were trained with noise in padded dimensions; sampling follows the same choice."""
+
     num_inference_steps: int = 10
     """Euler steps when sampling actions."""
 
