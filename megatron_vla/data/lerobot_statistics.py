@@ -1,7 +1,8 @@
 """Statistics in LeRobot's files, computed exactly over frames.
 
-LeRobot up to 0.4 averages the episodes' quantiles, which are not quantiles of the data set (a two-valued gripper gets q01 = q99); here
-every quantile is taken over all frames. Image statistics come from per-channel histograms of sampled frames, in [0, 1], shape [3, 1, 1].
+LeRobot up to 0.4 averages the episodes' quantiles, which are not quantiles of the data set (a two-valued gripper gets q01 =
+q99); here every quantile is taken over all frames. Image statistics come from per-channel histograms of sampled frames, in
+[0, 1], shape [3, 1, 1].
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Records a LeRobot dataset (v3.0, v2.1 or v2.0), episode by episode, straight to disk.
 
-Memory is one episode's low-dimensional columns and one frame. `meta/info.json` is written last, so a folder without it is a recording
-that was interrupted. Shape legend: T frames of the episode, H height, W width, C colour channels.
+Memory is one episode's low-dimensional columns and one frame. `meta/info.json` is written last, so a folder without it is a
+recording that was interrupted. Shape legend: T frames of the episode, H height, W width, C colour channels.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ V2_STATISTICS = ("min", "max", "mean", "std", "count")
 class LeRobotWriter:
     """Writes one dataset folder; `finalize()` makes it valid.
 
-    features: name -> {"dtype", "shape"[, "names"]} of the robot's own features; camera features have dtype "video" or "image" and shape
-        [H, W, 3]. timestamp, frame_index, episode_index, index and task_index are added here.
+    features: name -> {"dtype", "shape"[, "names"]} of the robot's own features; camera features have dtype "video" or
+        "image" and shape [H, W, 3]. timestamp, frame_index, episode_index, index and task_index are added here.
     episodes_per_file: v3.0 only: a number for every file kind, or {"data": n, camera: m}; None rolls by size
         (data_files_size_in_mb, video_files_size_in_mb).
     crf: None is the codec's usual quality. gop 2 is what LeRobot writes: cheap random access.
 
-    Raises ValueError for a non-empty root, unknown features, wrong shapes or lengths; a camera stream that fails half-way leaves the
-    recording unusable, and every later call says so.
+    Raises ValueError for a non-empty root, unknown features, wrong shapes or lengths; a camera stream that fails half-way
+    leaves the recording unusable, and every later call says so.
     """
 
     def __init__(
@@ -96,7 +96,8 @@ class LeRobotWriter:
     ) -> int:
         """Append one episode and return its index.
 
-        columns: feature -> array [T, *shape] (or [T] for shape (1,)). images: camera -> uint8 [T, H, W, 3] or an iterable of T frames.
+        columns: feature -> array [T, *shape] (or [T] for shape (1,)). images: camera -> uint8 [T, H, W, 3] or an iterable of
+        T frames.
         """
         if self._broken:
             raise ValueError(f"{self.root}: recording is unusable since {self._broken}; start a new folder")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-# Codec name -> (FFmpeg encoder, default crf, encoder options). One thread everywhere: the bytes must not depend on the host's cores.
+# Codec name -> (FFmpeg encoder, default crf, encoder options). One thread everywhere: the bytes must not depend on the
+# host's cores.
 ENCODERS: dict[str, tuple[str, int, dict[str, str]]] = {
     "h264": ("libx264", 23, {"preset": "veryfast", "forced-idr": "1"}),
     "hevc": (
@@ -28,9 +30,9 @@ def fps_fraction(fps: float) -> Fraction:
 class VideoEncoder:
     """Appends frames to one mp4.
 
-    `start_frame` shifts every timestamp by that many frames (real recordings do not always start at 0); `b_frames` is the number of
-    consecutive bidirectional frames (0 keeps decode order equal to display order). Raises ValueError for an unknown codec or a frame
-    whose shape differs from the first.
+    `start_frame` shifts every timestamp by that many frames (real recordings do not always start at 0); `b_frames` is the
+    number of consecutive bidirectional frames (0 keeps decode order equal to display order). Raises ValueError for an
+    unknown codec or a frame whose shape differs from the first.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class VideoEncoder:
         self._stream: Any = None
 
     def _open(self, height: int, width: int) -> None:
+        os.environ.setdefault("SVT_LOG", "1")  # SVT-AV1 prints its whole configuration otherwise
         import av
 
         if height % 2 or width % 2:
@@ -82,9 +85,8 @@ class VideoEncoder:
             self._open(height, width)
         context = self._stream.codec_context
         if (context.height, context.width) != (height, width):
-            raise ValueError(
-                f"{self.path}: frame {self.num_frames} is {width}x{height}, the file's first one {context.width}x{context.height}"
-            )
+            first = f"{context.width}x{context.height}"
+            raise ValueError(f"{self.path}: frame {self.num_frames} is {width}x{height}, the file's first one {first}")
         frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame_HWC), format="rgb24")
         frame.pts, frame.time_base = self._start_frame + self.num_frames, 1 / self._rate
         if keyframe:
