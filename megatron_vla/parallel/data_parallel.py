@@ -1,0 +1,153 @@
+"""Gradient reduction over data-parallel ranks: megatron-core's contiguous buckets, or torch's DistributedDataParallel.
+
+Both give the SUM over ranks of the un-normalised gradients. The division by the global number of valid elements is one device
+scalar that the optimizer folds into its update, so no rank ever divides by its own share of the batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_vla.config.parallel import ParallelConfig
+from megatron_vla.parallel.groups import ParallelGroups
+
+
+class DataParallelModel(Protocol):
+    """What the runner and the optimizer need of a wrapped model.
+
+    module: the bare model, whose parameter names are the project's names. forward_module: what forward_step calls.
+    """
+
+    module: nn.Module
+    forward_module: nn.Module
+
+    def zero_gradients(self) -> None:
+        """Start of a step."""
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of one micro-batch; only the last one communicates."""
+
+    def finish_gradients(self) -> None:
+        """After the last backward: gradients are the sum over data-parallel ranks when this returns (on the stream)."""
+
+    def mask_gradients(self, keep: Tensor) -> None:
+        """Set every gradient to zero where `keep` (bool, shape []) is False, without asking the device."""
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """The accumulated gradient: megatron-core's `main_grad` where there is one, torch's `grad` otherwise."""
+    main_grad = getattr(parameter, "main_grad", None)
+    gradient = parameter.grad if main_grad is None else main_grad
+    if gradient is None:
+        raise ValueError(
+            f"a trainable parameter of shape {tuple(parameter.shape)} received no gradient: "
+            "the model must set requires_grad=False on parameters that the loss does not reach"
+        )
+    return gradient
+
+
+class MegatronDataParallel:
+    """megatron-core DistributedDataParallel: one contiguous gradient buffer per dtype, reduced in buckets."""
+
+    def __init__(self, module: nn.Module, parallel: ParallelConfig):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+            from megatron.core.transformer import TransformerConfig
+
+        # megatron-core reads one field of the transformer config here: with a per-token loss it sums over ranks
+        # instead of averaging, which is the semantic of this project's loss.
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, calculate_per_token_loss=True)
+        has_fp64 = any(p.dtype == torch.float64 for p in module.parameters())
+        buckets = DistributedDataParallelConfig(
+            # A fp64 model keeps fp64 gradients: "in fp32" would silently lower them.
+            grad_reduce_in_fp32=parallel.accumulate_allreduce_grads_in_fp32 and not has_fp64,
+            overlap_grad_reduce=parallel.overlap_grad_reduce,
+            check_for_nan_in_grad=False,  # it synchronises with the host; the step has its own on-device check
+        )
+        self.module = module
+        self.wrapped = DistributedDataParallel(config, buckets, module)
+        self.forward_module: nn.Module = self.wrapped
+        # Random initialisation and loading are the same on all ranks; this makes it certain.
+        self.wrapped.broadcast_params()
+
+    def zero_gradients(self) -> None:
+        """Zero the contiguous buffers (one kernel per dtype)."""
+        self.wrapped.zero_grad_buffer()
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Only the last micro-batch may start reductions."""
+        return nullcontext() if is_last else self.wrapped.no_sync()
+
+    def finish_gradients(self) -> None:
+        """Reduce, or wait for the reductions that backward started."""
+        self.wrapped.finish_grad_sync()
+
+    def mask_gradients(self, keep: Tensor) -> None:
+        """One kernel per contiguous buffer."""
+        for buffer in self.wrapped.buffers:
+            buffer.grad_data.masked_fill_(~keep, 0.0)
+
+
+def _sum_over_ranks(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Communication hook of torch DDP that sums; its default divides by the number of ranks."""
+    future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
+
+
+class TorchDataParallel:
+    """torch DistributedDataParallel with a summing hook."""
+
+    def __init__(self, module: nn.Module, parallel: ParallelConfig, groups: ParallelGroups):
+        low_precision = {p.dtype for p in module.parameters() if p.requires_grad} - {torch.float32, torch.float64}
+        if low_precision and parallel.accumulate_allreduce_grads_in_fp32:
+            raise ValueError(
+                "--data-parallel-strategy torch_ddp accumulates and reduces bf16 gradients in bf16: "
+                "say so with --no-accumulate-allreduce-grads-in-fp32, or use --data-parallel-strategy megatron_ddp"
+            )
+        self.module = module
+        self.wrapped = nn.parallel.DistributedDataParallel(
+            module,
+            device_ids=[groups.device.index] if groups.device.type == "cuda" else None,
+            process_group=groups.data_parallel_group,
+            broadcast_buffers=False,  # nothing in the models changes a buffer during training
+            gradient_as_bucket_view=True,
+        )
+        self.wrapped.register_comm_hook(groups.data_parallel_group, _sum_over_ranks)
+        self.forward_module: nn.Module = self.wrapped
+
+    def zero_gradients(self) -> None:
+        """Drop the gradients; the first backward sets them anew."""
+        self.module.zero_grad(set_to_none=True)
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Only the last micro-batch reduces."""
+        return nullcontext() if is_last else self.wrapped.no_sync()
+
+    def finish_gradients(self) -> None:
+        """torch DDP has waited for its reductions by the end of backward."""
+
+    def mask_gradients(self, keep: Tensor) -> None:
+        """One kernel per parameter."""
+        for gradient in _gradients(self.module.parameters()):
+            gradient.masked_fill_(~keep, 0.0)
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [gradient_of(p) for p in parameters if p.requires_grad]
+
+
+def wrap(module: nn.Module, parallel: ParallelConfig, groups: ParallelGroups) -> DataParallelModel:
+    """Wrap the finished (optimised) module by --data-parallel-strategy. Parameters with requires_grad=False stay outside."""
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ValueError("the model has no trainable parameter")
+    if parallel.data_parallel_strategy == "torch_ddp":
+        return TorchDataParallel(module, parallel, groups)
+    return MegatronDataParallel(module, parallel)

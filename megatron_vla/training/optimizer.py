@@ -1,0 +1,215 @@
+"""AdamW with fp32 main parameters, all of whose step-dependent numbers live on the device.
+
+Decoupled decay and bias correction are those of torch.optim.AdamW (arXiv:1711.05101), in its order of operations. The update is
+one function over lists of flat tensors: whole parameters here, shards of contiguous buffers just as well. Learning rate and step
+are device scalars, so that a captured graph can replay the update with new values, and a non-finite step becomes an exact no-op
+(moments, decay and parameters untouched) without the host looking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_vla.config.training import OptimizerConfig
+
+# Bounds the temporary copies of an update (256 MiB in fp32); the embedding of a 3 B model alone has 5e8 elements.
+PIECE_ELEMENTS = 2**26
+
+
+@dataclass
+class OptimizedParameter:
+    """One parameter and its state. `main` is the parameter itself when that is already fp32 or fp64.
+
+    exp_avg and exp_avg_sq are None for a `decay_only` parameter: its gradient is exactly zero, so its moments stay zero.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    main: Tensor
+    exp_avg: Tensor | None
+    exp_avg_sq: Tensor | None
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Device scalars (shape []) of one step; for a refused step they are 1, 1, 1, and an infinite denominator scale."""
+
+    decay: Tensor
+    beta1: Tensor
+    beta2: Tensor
+    bias_correction2_sqrt: Tensor
+    negative_step_size: Tensor
+
+
+def main_dtype(parameter: Tensor) -> torch.dtype:
+    """Dtype of the main parameter and the moments: fp32, or fp64 for an fp64 parameter."""
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def is_decay_only(parameter: Tensor) -> bool:
+    """Whether a family marked the parameter as live for weight decay and for nothing else."""
+    return bool(getattr(parameter, "decay_only", False))
+
+
+def adamw_update(
+    mains: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    coefficients: Coefficients,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """One AdamW step in place on equal lists of tensors of one dtype; gradients are already normalised and clipped."""
+    beta1, beta2 = betas
+    torch._foreach_mul_(mains, coefficients.decay)
+    torch._foreach_mul_(exp_avgs, coefficients.beta1)
+    torch._foreach_add_(exp_avgs, gradients, alpha=1 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, coefficients.beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, gradients, gradients, value=1 - beta2)
+    denominators = torch._foreach_sqrt(exp_avg_sqs)
+    torch._foreach_div_(denominators, coefficients.bias_correction2_sqrt)
+    torch._foreach_add_(denominators, eps)
+    # The step size is a device scalar, which addcdiv's `value` cannot be: it goes into the denominator.
+    torch._foreach_div_(denominators, coefficients.negative_step_size)
+    torch._foreach_addcdiv_(mains, exp_avgs, denominators)
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Flat views of at most PIECE_ELEMENTS elements."""
+    if tensor.is_contiguous():
+        yield from tensor.view(-1).split(PIECE_ELEMENTS)
+    else:
+        yield tensor
+
+
+def _batches(sizes: Sequence[int]) -> list[slice]:
+    """Consecutive runs of pieces of at most PIECE_ELEMENTS elements together."""
+    runs: list[slice] = []
+    start, total = 0, 0
+    for position, size in enumerate(sizes):
+        if position > start and total + size > PIECE_ELEMENTS:
+            runs.append(slice(start, position))
+            start, total = position, 0
+        total += size
+    if start < len(sizes):
+        runs.append(slice(start, len(sizes)))
+    return runs
+
+
+class AdamW:
+    """AdamW over named parameters: those that require a gradient, and `decay_only` ones. Others are left alone.
+
+    Step counts are kept once, in the parameter group (`param_groups[0]["step"]`), never per parameter.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig):
+        self.config = config
+        self.betas = (config.adam_beta1, config.adam_beta2)
+        self.parameters: list[OptimizedParameter] = []
+        for name, parameter in named_parameters:
+            if not (parameter.requires_grad or is_decay_only(parameter)):
+                continue
+            dtype = main_dtype(parameter)
+            main = parameter.detach()
+            if parameter.dtype != dtype:
+                main = main.to(dtype)
+            moments = (torch.zeros_like(main), torch.zeros_like(main)) if parameter.requires_grad else (None, None)
+            self.parameters.append(OptimizedParameter(name, parameter, main, *moments))
+        if not self.parameters:
+            raise ValueError("the optimizer was given no trainable parameter")
+        self.param_groups: list[dict[str, Any]] = [{"step": 0, "lr": 0.0, "params": [p.parameter for p in self.parameters]}]
+        device = self.parameters[0].main.device
+        # fp64 scalars: 1 - beta2**step loses half its digits in fp32 during the first steps.
+        self._lr = torch.zeros((), dtype=torch.float64, device=device)
+        self._step = torch.zeros((), dtype=torch.float64, device=device)
+
+    @property
+    def trainable(self) -> list[OptimizedParameter]:
+        """Parameters with moments, in the model's order."""
+        return [p for p in self.parameters if p.exp_avg is not None]
+
+    def advance(self, learning_rate: float) -> None:
+        """Host side of a step: count it and put its learning rate on the device (outside any captured region)."""
+        group = self.param_groups[0]
+        group["step"] += 1
+        group["lr"] = learning_rate
+        self._lr.fill_(learning_rate)
+        self._step.fill_(group["step"])
+
+    def _coefficients(self, is_finite: Tensor | None) -> dict[torch.dtype, Coefficients]:
+        """Step-dependent scalars in each main dtype, made so that a refused step changes nothing."""
+        beta1, beta2 = self.betas
+        values = {
+            "decay": 1 - self._lr * self.config.weight_decay,
+            "beta1": torch.full_like(self._lr, beta1),
+            "beta2": torch.full_like(self._lr, beta2),
+            "bias_correction2_sqrt": (1 - torch.pow(beta2, self._step)).sqrt(),
+            "negative_step_size": -self._lr / (1 - torch.pow(beta1, self._step)),
+        }
+        if is_finite is not None:
+            # A step size of 0 makes the denominator infinite and the quotient exactly 0.
+            neutral = {"decay": 1.0, "beta1": 1.0, "beta2": 1.0, "bias_correction2_sqrt": 1.0, "negative_step_size": 0.0}
+            values = {k: torch.where(is_finite, v, neutral[k]) for k, v in values.items()}
+        dtypes = {p.main.dtype for p in self.parameters}
+        return {d: Coefficients(**{k: v.to(d) for k, v in values.items()}) for d in dtypes}
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor], gradient_scale: Tensor, is_finite: Tensor | None = None) -> None:
+        """Device side of a step, after `advance`.
+
+        gradients: one per entry of `trainable`, any float dtype; those of the main dtype are scaled in place.
+        gradient_scale: shape [], one over the global number of valid elements times the clip factor.
+        is_finite: shape [], bool. Where False the whole step is a no-op; the caller has set such gradients to zero.
+        """
+        trainable = self.trainable
+        assert len(gradients) == len(trainable), (len(gradients), len(trainable))
+        coefficients = self._coefficients(is_finite)
+        for dtype, scalars in coefficients.items():
+            chosen = [(p, g) for p, g in zip(trainable, gradients, strict=True) if p.main.dtype == dtype]
+            self._update(chosen, scalars, gradient_scale.to(dtype))
+            decayed = [p.main for p in self.parameters if p.exp_avg is None and p.main.dtype == dtype]
+            if decayed:
+                torch._foreach_mul_(decayed, scalars.decay)
+        lowered = [p for p in self.parameters if p.main.dtype != p.parameter.dtype]
+        if lowered:
+            torch._foreach_copy_([p.parameter.detach() for p in lowered], [p.main for p in lowered])
+
+    def _update(self, chosen: list[tuple[OptimizedParameter, Tensor]], scalars: Coefficients, scale: Tensor) -> None:
+        """AdamW on the pieces of the chosen parameters, a bounded number of elements at a time."""
+        columns: list[list[Tensor]] = [[], [], [], []]
+        for state, gradient in chosen:
+            assert state.exp_avg is not None and state.exp_avg_sq is not None
+            # All four must be cut alike, so one non-contiguous member keeps the parameter whole.
+            row = (state.main, gradient, state.exp_avg, state.exp_avg_sq)
+            split = all(t.is_contiguous() for t in row)
+            for column, tensor in zip(columns, row, strict=True):
+                column.extend(_pieces(tensor) if split else [tensor])
+        mains, grads, exp_avgs, exp_avg_sqs = columns
+        for run in _batches([t.numel() for t in mains]):
+            scaled = [g.to(m.dtype) for g, m in zip(grads[run], mains[run], strict=True)]
+            torch._foreach_mul_(scaled, scale)
+            adamw_update(mains[run], scaled, exp_avgs[run], exp_avg_sqs[run], scalars, self.betas, self.config.adam_eps)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Everything that a resume needs, keyed by parameter name: `main.X` (when not the weight itself) and the moments."""
+        tensors: dict[str, Tensor] = {}
+        for state in self.parameters:
+            if state.main.dtype != state.parameter.dtype:
+                tensors[f"main.{state.name}"] = state.main
+            if state.exp_avg is not None and state.exp_avg_sq is not None:
+                tensors[f"exp_avg.{state.name}"] = state.exp_avg
+                tensors[f"exp_avg_sq.{state.name}"] = state.exp_avg_sq
+        return tensors
+
+    @torch.no_grad()
+    def refresh_main(self) -> None:
+        """Take the main parameters from the model again, after weights were loaded without optimizer state."""
+        for state in self.parameters:
+            if state.main.dtype != state.parameter.dtype:
+                state.main.copy_(state.parameter)
