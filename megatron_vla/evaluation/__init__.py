@@ -1,0 +1,1 @@
+"""Closed-loop evaluation: policies, servers, simulators, rollouts, reports."""

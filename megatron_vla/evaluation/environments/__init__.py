@@ -1,0 +1,1 @@
+"""Simulators behind one small interface: reset(seed), step(action), observation dict, success, instruction."""
