@@ -55,6 +55,12 @@ class DataConfig:
     statistics_path: str | None = None
     """statistics.json made by tools/compute_norm_stats.py. Not set: computed at start (rank 0) and stored in the checkpoint."""
 
+    statistics_quantiles: Literal["auto", "exact", "histogram"] = "auto"
+    """Quantiles by sorting every value, or by openpi's running histogram of 5000 bins. auto: exact up to 100 million values."""
+
+    allow_foreign_statistics: bool = False
+    """Accept a --statistics-path made on other data or transforms (a released checkpoint's own); the range check still applies."""
+
     max_out_of_range_fraction: float = 0.2
     """Refuse statistics when more than this share of real samples normalizes outside [-1.5, 1.5] in any dimension."""
 

@@ -1,0 +1,68 @@
+"""Deterministic synthetic samples with the same fields as real ones: for benchmarks and launcher tests, no files needed.
+
+The actions are a smooth function of a phase that the image's brightness and the first prompt token show, so a model can
+learn them.
+
+Shape legend: as data/batch.py, without the batch dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_vla.data.draws import MOCK_STREAM, sample_generator
+from megatron_vla.data.transforms import action_loss_mask, pad_last_dim
+
+MOCK_ROBOT_DIM = 7
+NUM_PHASES = 16
+FIRST_TOKEN = 4  # ids below are pad, eos, bos, unk
+
+
+@dataclass(frozen=True, kw_only=True)
+class MockSource:
+    """`source(index, epoch)` gives the arrays of one sample; the same for every epoch, rank and worker."""
+
+    num_samples: int
+    num_cameras: int
+    num_images: int
+    image_size: int
+    prompt_length: int
+    max_prompt_length: int
+    vocab_size: int
+    action_horizon: int
+    max_action_dim: int
+    action_loss: str
+    seed: int
+
+    def __call__(self, index: int, epoch: int) -> dict[str, Any]:
+        """Arrays named as the fields of Batch, without noise and time."""
+        generator = sample_generator(self.seed, MOCK_STREAM, 0, index)
+        phase = int(generator.integers(NUM_PHASES))
+        size = self.image_size
+        images_VCHW = np.zeros((self.num_images, 3, size, size), dtype=np.uint8)
+        texture = generator.integers(0, 64, (self.num_cameras, 3, size, size), dtype=np.uint8)
+        images_VCHW[: self.num_cameras] = texture + np.uint8(phase * 12)
+        tokens_L = np.zeros(self.max_prompt_length, dtype=np.int64)
+        tokens_L[: self.prompt_length] = generator.integers(FIRST_TOKEN, self.vocab_size, self.prompt_length)
+        tokens_L[0] = FIRST_TOKEN + phase
+        action_dim = min(MOCK_ROBOT_DIM, self.max_action_dim)
+        angle = 2 * np.pi * phase / NUM_PHASES
+        actions_TD = np.sin(angle + 0.2 * np.arange(self.action_horizon)[:, None] + np.arange(action_dim)[None, :])
+        is_loss_TA, is_real_A = action_loss_mask(
+            self.action_loss, np.ones(self.action_horizon, dtype=bool), action_dim, self.max_action_dim
+        )
+        return {
+            "images_BVCHW": images_VCHW,
+            "camera_is_present_BV": np.arange(self.num_images) < self.num_cameras,
+            "tokens_BL": tokens_L,
+            "token_is_valid_BL": np.arange(self.max_prompt_length) < self.prompt_length,
+            "state_BD": pad_last_dim(actions_TD[0], self.max_action_dim).astype(np.float32),
+            "actions_BTA": pad_last_dim(actions_TD, self.max_action_dim).astype(np.float32),
+            "action_is_valid_BTA": is_loss_TA,
+            "action_dim_is_valid_BA": is_real_A,
+            "sample_index_B": np.int64(index),
+            "epoch_B": np.int64(epoch),
+        }

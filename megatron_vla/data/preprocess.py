@@ -1,0 +1,206 @@
+"""Preprocessor: from one raw sample to the model's tensors and back. The one object for training and serving.
+
+Order (openpi's): delta actions -> normalization -> prompt from the unpadded normalized state -> zero padding of dimensions.
+
+Shape legend: V views, C channels, H height, W width, L prompt slots, T action horizon, A padded action dimensions, D padded
+state dimensions; action_dim and state_dim are the robot's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from megatron_vla.data.cameras import CameraMap
+from megatron_vla.data.image import ImageResize, empty_image, model_image
+from megatron_vla.data.normalization import Normalization, NormalizationVariant
+from megatron_vla.data.prompt import SentencePieceTokenizer, pad_prompt, prompt_ids
+from megatron_vla.data.statistics import Statistics
+from megatron_vla.data.transforms import absolute_to_delta, action_loss_mask, delta_to_absolute, pad_last_dim
+
+if TYPE_CHECKING:
+    from megatron_vla.data.dataset import RawSample
+
+SETTINGS_FILE = "preprocessing.json"
+STATISTICS_FILE = "statistics.json"
+TOKENIZER_FILE = "tokenizer.model"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessSettings:
+    """Everything that decides what the model sees, JSON-ready.
+
+    `views` and `camera_keys` pair up by position; `delta_action_dims` is empty when the model predicts the dataset's own
+    actions; `max_state_dim` is the width of the padded state.
+    """
+
+    views: tuple[str, ...]
+    camera_keys: tuple[str, ...]
+    num_images: int
+    image_size: int
+    image_resize: ImageResize
+    action_dim: int
+    state_dim: int
+    max_action_dim: int
+    max_state_dim: int
+    action_horizon: int
+    action_names: tuple[str, ...]
+    state_names: tuple[str, ...]
+    delta_action_dims: tuple[int, ...]
+    normalization: Normalization
+    normalization_variant: NormalizationVariant
+    prompt_state: bool
+    prompt_overflow: Literal["error", "truncate"]
+    max_prompt_length: int
+    action_loss: str
+
+    @property
+    def camera_map(self) -> CameraMap:
+        """Views and cameras by name."""
+        return CameraMap(self.views, self.camera_keys, self.num_images)
+
+
+class Preprocessor:
+    """Raw sample -> arrays named as the fields of Batch, without the batch dimension; and model actions -> physical actions."""
+
+    def __init__(self, settings: PreprocessSettings, statistics: Statistics, tokenizer: SentencePieceTokenizer) -> None:
+        self.settings = settings
+        self.statistics = statistics
+        self.tokenizer = tokenizer
+        mode, variant = settings.normalization, settings.normalization_variant
+        self.state_normalizer = statistics.normalizer("state", mode, variant)
+        self.action_normalizer = statistics.normalizer("actions", mode, variant)
+
+    def __call__(self, sample: RawSample, epoch: int) -> dict[str, Any]:
+        """Training sample: every field of Batch except noise and time. Raises ValueError for what the data does wrong."""
+        settings = self.settings
+        arrays = self.preprocess_observation(sample.images, sample.state_D, sample.instruction)
+        self._check_finite("action", sample.actions_TD)
+        is_loss_TA, is_real_A = action_loss_mask(
+            settings.action_loss, np.asarray(sample.action_is_in_episode_T), settings.action_dim, settings.max_action_dim
+        )
+        actions_TA = pad_last_dim(self.normalize_actions(sample.actions_TD, sample.state_D), settings.max_action_dim)
+        arrays.update(
+            actions_BTA=actions_TA.astype(np.float32),
+            action_is_valid_BTA=is_loss_TA,
+            action_dim_is_valid_BA=is_real_A,
+            sample_index_B=np.int64(sample.index),
+            epoch_B=np.int64(epoch),
+        )
+        return arrays
+
+    def preprocess_observation(self, images: Mapping[str, np.ndarray], state_D: np.ndarray, instruction: str) -> dict[str, Any]:
+        """What inference needs, by the very code that training uses.
+
+        images: camera key -> uint8 [H, W, 3] (further cameras are ignored); state_D: physical, float32 [state_dim]. Raises
+        ValueError for a missing camera, a wrong state width, a non-finite state, or a prompt that does not fit (--prompt-
+        overflow error).
+        """
+        settings = self.settings
+        if state_D.shape != (settings.state_dim,):
+            raise ValueError(f"state has shape {list(state_D.shape)}; this model was trained with [{settings.state_dim}]")
+        self._check_finite("state", state_D)
+        normalized_D = self.state_normalizer.normalize(np.asarray(state_D, dtype=np.float32))
+        tokens_L, token_is_valid_L = self.tokenize(instruction, normalized_D)
+        frames = settings.camera_map.select(images)
+        views = [
+            model_image(frame, settings.image_size, settings.image_resize, key)
+            for frame, key in zip(frames, settings.camera_keys, strict=True)
+        ]
+        num_empty = settings.num_images - len(views)
+        views += [empty_image(settings.image_size, settings.image_resize)] * num_empty
+        return {
+            "images_BVCHW": np.stack(views),
+            "camera_is_present_BV": np.arange(settings.num_images) < len(frames),
+            "tokens_BL": tokens_L,
+            "token_is_valid_BL": token_is_valid_L,
+            "state_BD": pad_last_dim(normalized_D, settings.max_state_dim).astype(np.float32),
+        }
+
+    def prompt_token_ids(self, instruction: str, normalized_state_D: np.ndarray) -> list[int]:
+        """Ids of the whole prompt, neither cut nor padded."""
+        return prompt_ids(self.tokenizer, instruction, normalized_state_D if self.settings.prompt_state else None)
+
+    def tokenize(self, instruction: str, normalized_state_D: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(int64 [L], bool [L]) of the prompt. A prompt that does not fit is cut, or raises ValueError (--prompt-overflow)."""
+        settings = self.settings
+        ids = self.prompt_token_ids(instruction, normalized_state_D)
+        if len(ids) > settings.max_prompt_length and settings.prompt_overflow == "error":
+            raise ValueError(
+                f"prompt of {len(ids)} tokens for the task {instruction[:60]!r}; {settings.max_prompt_length} fit: "
+                f"use --max-prompt-length {len(ids)} or more, or --prompt-overflow truncate"
+            )
+        return pad_prompt(ids, settings.max_prompt_length)
+
+    def normalize_actions(self, actions_TD: np.ndarray, state_D: np.ndarray) -> np.ndarray:
+        """Physical actions as the dataset writes them -> normalized model actions, [..., T, action_dim]."""
+        dims = self.settings.delta_action_dims
+        relative_TD = absolute_to_delta(actions_TD, state_D, dims) if dims else actions_TD
+        return self.action_normalizer.normalize(relative_TD)
+
+    def unnormalize_actions(self, actions_TA: np.ndarray, state_D: np.ndarray) -> np.ndarray:
+        """Model actions [..., T, A] -> physical actions as the dataset writes them, float32 [..., T, action_dim].
+
+        `state_D` is the physical state of the observation that the actions were predicted from.
+        """
+        settings = self.settings
+        physical_TD = self.action_normalizer.unnormalize(actions_TA[..., : settings.action_dim])
+        if settings.delta_action_dims:
+            physical_TD = delta_to_absolute(physical_TD, state_D, settings.delta_action_dims)
+        return physical_TD.astype(np.float32)
+
+    def _check_finite(self, what: str, values_D: np.ndarray) -> None:
+        if not np.isfinite(values_D).all():
+            dims = sorted({int(dim) for dim in np.nonzero(~np.isfinite(values_D))[-1]})
+            names = self.settings.action_names if what == "action" else self.settings.state_names
+            named = ", ".join(f"{dim} ({names[dim]})" for dim in dims)
+            raise ValueError(f"{what} has NaN or Inf in dimension {named}; repair the data or use --drop-nonfinite")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Settings and statistics, JSON-ready; the tokenizer's bytes travel beside it."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "settings": dataclasses.asdict(self.settings),
+            "statistics": self.statistics.to_dict(),
+        }
+
+    @staticmethod
+    def from_dict(content: Mapping[str, Any], tokenizer_bytes: bytes, where: str = "preprocessing") -> Preprocessor:
+        """Inverse of `to_dict`; an unknown or missing setting is a ValueError."""
+        given = {k: tuple(v) if isinstance(v, list) else v for k, v in content["settings"].items()}
+        known = {f.name for f in dataclasses.fields(PreprocessSettings)}
+        if given.keys() != known:
+            missing, extra = sorted(known - given.keys()), sorted(given.keys() - known)
+            raise ValueError(
+                f"{where}: missing settings {missing}, unknown settings {extra}; made by another version of this project"
+            )
+        statistics = Statistics.from_dict(content["statistics"], where)
+        return Preprocessor(PreprocessSettings(**given), statistics, SentencePieceTokenizer(tokenizer_bytes))
+
+    def save(self, folder: Path) -> None:
+        """Write preprocessing.json, statistics.json and tokenizer.model into an existing folder."""
+        content = self.to_dict()
+        self.statistics.save(folder / STATISTICS_FILE)
+        del content["statistics"]  # one copy only: the file of its own that --statistics-path reads too
+        (folder / SETTINGS_FILE).write_text(json.dumps(content, indent=1) + "\n")
+        (folder / TOKENIZER_FILE).write_bytes(self.tokenizer.model_bytes)
+
+    @staticmethod
+    def load(folder: Path) -> Preprocessor:
+        """Inverse of `save`. Raises ValueError naming the file that is missing or broken."""
+        absent = [name for name in (SETTINGS_FILE, STATISTICS_FILE, TOKENIZER_FILE) if not (folder / name).is_file()]
+        if absent:
+            raise ValueError(f"{folder}: {', '.join(absent)} missing; a checkpoint carries all of its preprocessing")
+        try:
+            content = json.loads((folder / SETTINGS_FILE).read_text())
+        except (UnicodeDecodeError, json.JSONDecodeError) as problem:
+            raise ValueError(f"{folder / SETTINGS_FILE}: no readable JSON ({problem})") from problem
+        content["statistics"] = Statistics.load(folder / STATISTICS_FILE).to_dict()
+        return Preprocessor.from_dict(content, (folder / TOKENIZER_FILE).read_bytes(), str(folder / SETTINGS_FILE))

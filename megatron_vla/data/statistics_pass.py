@@ -1,0 +1,183 @@
+"""One pass over the low-dimensional columns: what the model will really see, its statistics, and what must not be seen.
+
+Shape legend: N frames (= samples), T action horizon, D dimensions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+
+from megatron_vla.data.statistics import QuantileMethod, Statistics, StatisticsAccumulator
+from megatron_vla.data.transforms import absolute_to_delta, chunk_rows
+from megatron_vla.findings import Finding, error, warning
+
+ROWS_PER_BLOCK = 16384
+EXACT_LIMIT = 100_000_000  # values per dimension that are sorted in memory (0.4 GB of float32 for each dimension)
+
+
+class LowDimColumns(Protocol):
+    """The columns of a RobotDataset that need no video decoding; rows of an episode are consecutive."""
+
+    state_ND: np.ndarray
+    actions_ND: np.ndarray
+    episode_of_N: np.ndarray
+    frame_of_N: np.ndarray
+
+    def fingerprint(self) -> str:
+        """Hash of metadata and low-dimensional columns."""
+        ...
+
+
+@dataclass(frozen=True)
+class StreamTransform:
+    """Everything that shapes the stream that statistics are computed on."""
+
+    horizon: int
+    delta_action_dims: tuple[int, ...]
+    state_key: str
+    action_key: str
+
+    def hash(self, num_samples: int) -> str:
+        """16 hex digits; `num_samples` because leaving out samples changes the stream."""
+        text = json.dumps({**asdict(self), "num_samples": num_samples}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def actions(self, actions_TD: np.ndarray, state_D: np.ndarray) -> np.ndarray:
+        """Dataset actions -> what the model predicts, in physical units: [..., T, D]."""
+        return absolute_to_delta(actions_TD, state_D, self.delta_action_dims) if self.delta_action_dims else actions_TD
+
+
+def last_rows(columns: LowDimColumns) -> np.ndarray:
+    """int64 [N]: the last row of the episode that each row belongs to."""
+    episode_of_N = np.asarray(columns.episode_of_N)
+    ends = np.append(np.flatnonzero(np.diff(episode_of_N)), len(episode_of_N) - 1)
+    return ends[np.searchsorted(ends, np.arange(len(episode_of_N)))]
+
+
+def transformed_blocks(
+    columns: LowDimColumns, transform: StreamTransform, samples: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(states [n, D], action chunks [n, T, D]) of the given samples, block by block."""
+    last_row_N = last_rows(columns)
+    for start in range(0, len(samples), ROWS_PER_BLOCK):
+        rows = samples[start : start + ROWS_PER_BLOCK]
+        states_nD = np.asarray(columns.state_ND[rows])
+        actions_nTD = np.asarray(columns.actions_ND)[chunk_rows(rows, last_row_N[rows], transform.horizon)]
+        yield states_nD, transform.actions(actions_nTD, states_nD)
+
+
+def find_nonfinite(columns: LowDimColumns) -> list[tuple[str, int, int, int]]:
+    """(feature, episode, frame, dimension) of every NaN or Inf in states and actions."""
+    found = []
+    for feature, values_ND in (("state", columns.state_ND), ("actions", columns.actions_ND)):
+        for row, dim in zip(*np.nonzero(~np.isfinite(np.asarray(values_ND))), strict=True):
+            found.append((feature, int(columns.episode_of_N[row]), int(columns.frame_of_N[row]), int(dim)))
+    return found
+
+
+def windows_with_nonfinite(columns: LowDimColumns, horizon: int) -> np.ndarray:
+    """bool [N]: the sample's state or any action of its chunk holds NaN or Inf."""
+    bad_action_N = ~np.isfinite(np.asarray(columns.actions_ND)).all(axis=-1)
+    bad_state_N = ~np.isfinite(np.asarray(columns.state_ND)).all(axis=-1)
+    num_bad_before = np.concatenate([[0], np.cumsum(bad_action_N)])
+    first = np.arange(len(bad_action_N))
+    after_last = np.minimum(first + horizon, last_rows(columns) + 1)
+    return bad_state_N | (num_bad_before[after_last] > num_bad_before[first])
+
+
+def check_nonfinite(
+    columns: LowDimColumns, horizon: int, drop: bool, names: dict[str, Sequence[str]]
+) -> tuple[np.ndarray, list[Finding]]:
+    """(bool [N] samples to keep, findings). Without `drop` any NaN or Inf is an error that locates the first ones."""
+    found = find_nonfinite(columns)
+    keep_N = np.ones(len(columns.episode_of_N), dtype=bool)
+    if not found:
+        return keep_N, []
+    shown = "; ".join(
+        f"episode {episode} frame {frame} {feature}[{dim}] ({names[feature][dim]})"
+        for feature, episode, frame, dim in found[:8]
+    )
+    what = f"{len(found)} non-finite value(s): {shown}" + ("; ..." if len(found) > 8 else "")
+    windows_N = windows_with_nonfinite(columns, horizon)
+    if drop:
+        return ~windows_N, [
+            warning("--drop-nonfinite", what, f"leaving out the {windows_N.sum()} samples whose window holds them")
+        ]
+    fix = f"repair the dataset, or use --drop-nonfinite to leave out the {windows_N.sum()} samples whose window holds them"
+    return keep_N, [error("--data-path", what, fix)]
+
+
+def compute_statistics(
+    columns: LowDimColumns,
+    transform: StreamTransform,
+    samples: np.ndarray,
+    quantiles: Literal["auto", "exact", "histogram"],
+    progress: Callable[[int], object] = lambda num_samples: None,
+) -> Statistics:
+    """Statistics of the transformed stream of `samples` (finite dataset rows), deterministic on every rank.
+
+    quantiles "auto" is exact up to 100 million values per dimension. `progress` is called with the samples of each block.
+    """
+    method: QuantileMethod = "exact" if quantiles == "exact" else "histogram"
+    if quantiles == "auto" and len(samples) * transform.horizon <= EXACT_LIMIT:
+        method = "exact"
+    states, actions = StatisticsAccumulator(method), StatisticsAccumulator(method)
+    for states_nD, actions_nTD in transformed_blocks(columns, transform, samples):
+        states.update(states_nD)
+        actions.update(actions_nTD.reshape(-1, actions_nTD.shape[-1]))
+        progress(len(states_nD))
+    return Statistics(
+        {"state": states.result(), "actions": actions.result()},
+        dataset_fingerprint=columns.fingerprint(),
+        transform_hash=transform.hash(len(samples)),
+        quantiles=method,
+        about={**asdict(transform), "num_samples": len(samples)},
+    )
+
+
+def load_statistics(
+    path: str,
+    columns: LowDimColumns,
+    transform: StreamTransform,
+    num_samples: int,
+    allow_foreign: bool,
+    command: str,
+) -> tuple[Statistics | None, list[Finding]]:
+    """Statistics from --statistics-path; refused when made on other data or with other transforms unless `allow_foreign`."""
+    try:
+        statistics = Statistics.load(Path(path))
+    except ValueError as problem:
+        return None, [error("--statistics-path", str(problem), command)]
+    findings = []
+    for feature, width in (("state", columns.state_ND.shape[-1]), ("actions", columns.actions_ND.shape[-1])):
+        known = len(statistics.features[feature].values["mean"])
+        if known < width:
+            what = f"{path} has {known} {feature} dimensions, the dataset {width}"
+            findings.append(error("--statistics-path", what, f"recompute: {command}"))
+    differences = []
+    if statistics.dataset_fingerprint != columns.fingerprint():
+        differences.append(f"other data (fingerprint {statistics.dataset_fingerprint}, here {columns.fingerprint()})")
+    if statistics.transform_hash != transform.hash(num_samples):
+        here = {**asdict(transform), "num_samples": num_samples}
+        changed = [f"{k} {statistics.about.get(k)} -> {v}" for k, v in here.items() if not _same(statistics.about.get(k), v)]
+        differences.append("other transforms (" + ("; ".join(changed) or "not recorded") + ")")
+    if differences:
+        what = f"{path} was computed on " + " and ".join(differences)
+        if allow_foreign:
+            findings.append(warning("--statistics-path", what, "used as --allow-foreign-statistics says"))
+        else:
+            fix = f"recompute: {command}  (or --allow-foreign-statistics to keep a released checkpoint's own statistics)"
+            findings.append(error("--statistics-path", what, fix))
+    return (None if any(f.severity == "error" for f in findings) else statistics), findings
+
+
+def _same(stored: object, here: object) -> bool:
+    """JSON turns tuples into lists."""
+    return (list(here) if isinstance(here, tuple) else here) == (list(stored) if isinstance(stored, tuple) else stored)
