@@ -1,0 +1,122 @@
+"""Trains a small SentencePiece tokenizer on a dataset's own instructions, for users without PaliGemma's tokenizer file.
+
+    python tools/train_tokenizer.py --data-path outputs/demonstrations --output outputs/tokenizer.model
+
+It knows the prompt's fixed words, every state bin (-1 ... 255, one or two tokens each), newline, and all bytes, so that no text
+is unknown. Control ids are PaliGemma's: pad 0, eos 1, bos 2, unk 3. The same instructions give the same file. Not
+interchangeable with PaliGemma's tokenizer: a released checkpoint needs its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_vla.config.cli import StrictParser, add_section, build_section
+from megatron_vla.data.metadata import read_metadata
+from megatron_vla.data.prompt import NUM_STATE_BINS, SentencePieceTokenizer, clean_instruction, state_prompt
+
+# Prompts per instruction in the training text: enough that every " 128" is frequent enough to become a piece.
+PROMPTS_PER_INSTRUCTION = 400
+BINS_PER_PROMPT = 16
+MIN_VOCABULARY = 3 + 1 + 256 + 1  # pad, eos, bos; unk; bytes; newline
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Tokenizer: a small SentencePiece model for one dataset's instructions"""
+
+    data_path: tuple[str, ...] = ()
+    """Root folders of LeRobot datasets whose instructions are learned (required)."""
+
+    output: str = ""
+    """File to write, for example tokenizer.model (required)."""
+
+    vocab_size: int = 1024
+    """Upper limit of the number of tokens; give the model's --vocab-size the same value."""
+
+
+def training_text(instructions: Iterable[str]) -> list[str]:
+    """Prompts that spell every state bin equally often, instruction by instruction. Deterministic."""
+    texts: list[str] = []
+    for text in sorted({clean_instruction(instruction) for instruction in instructions}):
+        random = np.random.default_rng(len(texts))
+        bins = random.permuted(np.tile(np.arange(-1, NUM_STATE_BINS), PROMPTS_PER_INSTRUCTION * BINS_PER_PROMPT // 256))
+        # The middle of each bin on the scale on which the prompt discretizes.
+        states = (bins + 0.5) / (NUM_STATE_BINS / 2) - 1.0
+        texts += [state_prompt(text, states[i : i + BINS_PER_PROMPT]) for i in range(0, len(states), BINS_PER_PROMPT)]
+    return texts
+
+
+def train_tokenizer(instructions: Iterable[str], vocab_size: int) -> bytes:
+    """Serialized SentencePiece model. Raises ValueError for no instruction or too small a vocabulary."""
+    import sentencepiece
+
+    texts = training_text(instructions)
+    if not texts:
+        raise ValueError("no instructions to learn from -> give a dataset whose episodes have task texts")
+    if vocab_size < MIN_VOCABULARY + 64:
+        raise ValueError(f"--vocab-size {vocab_size}: bytes and control tokens alone are {MIN_VOCABULARY} -> give 400 or more")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        # A newline is its own symbol (as in PaliGemma's), so training sentences end there.
+        sentence_iterator=iter([line for text in texts for line in text.split("\n")]),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocab_size,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        byte_fallback=True,
+        user_defined_symbols=["\n"],
+        # The prompt's exact characters count: no case folding, no trimming of the space that ends it.
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        split_digits=False,
+        split_by_number=False,
+        character_coverage=1.0,
+        num_threads=1,
+        shuffle_input_sentence=False,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+def train_from_datasets(config: TokenizerConfig) -> SentencePieceTokenizer:
+    """Train, write --output, and return the tokenizer. Raises ValueError for missing flags."""
+    if not config.data_path or not config.output:
+        raise ValueError("--data-path and --output are both needed")
+    instructions = [text for path in config.data_path for text in read_metadata(path)[0].instructions]
+    model_bytes = train_tokenizer([text for text in instructions if text.strip()], config.vocab_size)
+    output = Path(config.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_bytes(model_bytes)
+    tokenizer = SentencePieceTokenizer(model_bytes)
+    example = state_prompt(instructions[0], np.linspace(-1, 1, 4))
+    print(f"{output}: {tokenizer.vocab_size} tokens from {len(set(instructions))} instruction(s)")
+    print(f"example with a state of 4: {example!r} -> {1 + len(tokenizer.encode(example))} tokens with BOS")
+    return tokenizer
+
+
+def parse(arguments: Sequence[str] | None = None) -> TokenizerConfig:
+    """Flags -> TokenizerConfig."""
+    parser = StrictParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_section(parser, TokenizerConfig)
+    config: TokenizerConfig = build_section(TokenizerConfig, vars(parser.parse_args(arguments)))
+    return config
+
+
+if __name__ == "__main__":
+    try:
+        train_from_datasets(parse())
+    except ValueError as failure:
+        raise SystemExit(f"error: {failure}") from None
