@@ -64,7 +64,9 @@ def _local_device(local_rank: int, world_size: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if world_size > 1 and "LOCAL_RANK" not in os.environ:
-        raise ValueError("WORLD_SIZE is set but LOCAL_RANK is not: every rank would take GPU 0. Start with torchrun, or set LOCAL_RANK")
+        raise ValueError(
+            "WORLD_SIZE is set but LOCAL_RANK is not: every rank would take GPU 0. Start with torchrun, or set LOCAL_RANK"
+        )
     num_devices = torch.cuda.device_count()
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     if local_world_size > num_devices:
