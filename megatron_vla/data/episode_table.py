@@ -7,7 +7,7 @@ forked workers. Shape legend: E episodes, F files.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,28 @@ class EpisodeTable:
         """Instruction of table row `episode` as the episode metadata states it; empty if none."""
         code = int(self.instruction_of_E[episode])
         return self.instructions[code] if code >= 0 else ""
+
+    def select(self, keep_E: np.ndarray) -> EpisodeTable:
+        """The table with only the episodes where `keep_E` (bool [E]) is True; files and rows stay as they are."""
+        return replace(
+            self,
+            episode_index_E=self.episode_index_E[keep_E],
+            length_E=self.length_E[keep_E],
+            data=replace(self.data, file_of_E=self.data.file_of_E[keep_E]),
+            data_row_E=self.data_row_E[keep_E],
+            videos={
+                camera: VideoFiles(
+                    files=replace(video.files, file_of_E=video.files.file_of_E[keep_E]),
+                    first_frame_E=video.first_frame_E[keep_E],
+                    from_timestamp_E=video.from_timestamp_E[keep_E],
+                    to_timestamp_E=video.to_timestamp_E[keep_E],
+                )
+                for camera, video in self.videos.items()
+            },
+            instruction_of_E=self.instruction_of_E[keep_E],
+            stored_from_index_E=None if self.stored_from_index_E is None else self.stored_from_index_E[keep_E],
+            stored_to_index_E=None if self.stored_to_index_E is None else self.stored_to_index_E[keep_E],
+        )
 
     def frame_duration(self) -> float:
         """Seconds."""

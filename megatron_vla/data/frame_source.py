@@ -1,0 +1,159 @@
+"""Camera frames of an episode, from mp4 files or from images in the data files, through one interface.
+
+Handles belong to the process that opened them: they are made on first use and dropped without being touched when the process
+id changed (fork) or the object was pickled (spawn). Shape legend: n frames, H height, W width, C colours.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from megatron_vla.data.episode_table import EpisodeTable
+from megatron_vla.data.video_backends import Decoder, FrameMismatch, open_decoder
+
+
+class HandlePool:
+    """At most `capacity` open handles per process; the least recently used one is closed first."""
+
+    def __init__(self, capacity: int):
+        if capacity < 1:
+            raise ValueError(f"--video-decoder-cache-size {capacity}: at least 1 open decoder is needed")
+        self.capacity = capacity
+        self._owner = os.getpid()
+        self._open: OrderedDict[Any, Any] = OrderedDict()
+        self._inherited: Any = None
+
+    def get(self, key: Any, opener: Callable[[], Any]) -> Any:
+        """The handle for `key`, opened by `opener` if this process has none."""
+        if self._owner != os.getpid():
+            # Handles inherited over fork share file offsets and threads with the parent: forget them, close nothing.
+            self._inherited, self._open, self._owner = self._open, OrderedDict(), os.getpid()
+        if key in self._open:
+            self._open.move_to_end(key)
+            return self._open[key]
+        while len(self._open) >= self.capacity:
+            _, oldest = self._open.popitem(last=False)
+            oldest.close()
+        handle = self._open[key] = opener()
+        return handle
+
+    def discard(self, key: Any) -> None:
+        """Close one handle, if open here."""
+        handle = self._open.pop(key, None) if self._owner == os.getpid() else None
+        if handle is not None:
+            handle.close()
+
+    def __len__(self) -> int:
+        return len(self._open) if self._owner == os.getpid() else 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"capacity": self.capacity}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["capacity"])  # type: ignore[misc]
+
+
+class RowGroupReader:
+    """Images stored in one data file: decoded from the row group that holds them, one group kept."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = pq.ParquetFile(path)
+        counts = [self._file.metadata.row_group(i).num_rows for i in range(self._file.metadata.num_row_groups)]
+        self._starts = np.concatenate([[0], np.cumsum(counts)])
+        self._loaded: tuple[int, str] | None = None
+        self._column: Any = None
+
+    def cells(self, column: str, rows: Sequence[int]) -> list[Any]:
+        """Values of `column` in file rows `rows`."""
+        values = []
+        for row in rows:
+            group = int(np.searchsorted(self._starts, row, side="right")) - 1
+            if group >= len(self._starts) - 1:
+                raise ValueError(f"{self.path}: row {row} is beyond its {self._starts[-1]} rows -> run tools/check_dataset.py")
+            if self._loaded != (group, column):
+                self._column = self._file.read_row_group(group, columns=[column])[column]
+                self._loaded = (group, column)
+            values.append(self._column[int(row - self._starts[group])].as_py())
+        return values
+
+    def close(self) -> None:
+        """Release the file and the kept row group."""
+        self._column = self._loaded = None
+        self._file.close()
+
+
+class FrameSource:
+    """Frames of every camera of one dataset. Picklable; safe after fork and spawn."""
+
+    def __init__(self, table: EpisodeTable, backend: str, cache_size: int):
+        self.table = table
+        self.backend = backend
+        self._decoders = HandlePool(cache_size)
+        self._image_files = HandlePool(cache_size)
+
+    def frames(self, camera: str, episode: int, frame_indices: Sequence[int]) -> np.ndarray:
+        """uint8 RGB [n, H, W, 3] of frames `frame_indices` (from the episode's start) of table row `episode`.
+
+        Raises ValueError naming file, episode, camera, frame and both times: never another frame than the one asked for.
+        """
+        length = int(self.table.length_E[episode])
+        outside = next((k for k in frame_indices if not 0 <= k < length), None)
+        number = int(self.table.episode_index_E[episode])
+        if outside is not None:
+            raise ValueError(f"{self.table.root}, episode {number}, camera {camera!r}: frame {outside} of {length} asked for")
+        if camera in self.table.videos:
+            return self._video_frames(camera, episode, frame_indices, number)
+        return self._image_frames(camera, episode, frame_indices, number)
+
+    def _video_frames(self, camera: str, episode: int, frame_indices: Sequence[int], number: int) -> np.ndarray:
+        video = self.table.videos[camera]
+        path = video.files.path_of(episode)
+        first = int(video.first_frame_E[episode])
+        try:
+            decoder: Decoder = self._decoders.get(path, lambda: open_decoder(self.backend, path, self.table.fps))
+            return decoder.frames_at([first + int(k) for k in frame_indices])
+        except FrameMismatch as mismatch:
+            self._decoders.discard(path)
+            raise ValueError(
+                f"episode {number}, camera {camera!r}, frame {mismatch.frame - first}: {mismatch} "
+                "-> run tools/check_dataset.py --deep; --exclude-episodes-file leaves such episodes out"
+            ) from mismatch
+        except (ValueError, RuntimeError, OSError) as problem:
+            self._decoders.discard(path)
+            raise ValueError(f"episode {number}, camera {camera!r}: {problem}") from problem
+
+    def _image_frames(self, camera: str, episode: int, frame_indices: Sequence[int], number: int) -> np.ndarray:
+        path = self.table.data.path_of(episode)
+        first = int(self.table.data_row_E[episode])
+        reader: RowGroupReader = self._image_files.get(path, lambda: RowGroupReader(path))
+        cells = reader.cells(camera, [first + int(k) for k in frame_indices])
+        frames = []
+        for k, cell in zip(frame_indices, cells, strict=True):
+            try:
+                frames.append(decode_image(cell, Path(self.table.root)))
+            except (ValueError, OSError) as problem:
+                raise ValueError(f"{path}, episode {number}, camera {camera!r}, frame {k}: {problem}") from problem
+        return np.stack(frames)
+
+
+def decode_image(cell: Any, root: Path) -> np.ndarray:
+    """uint8 [H, W, 3] from a parquet cell: {"bytes", "path"}, bytes, or a path (relative ones are below `root`)."""
+    from PIL import Image
+
+    data, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
+    if isinstance(data, str):
+        data, path = None, data
+    if data is None and path is None:
+        raise ValueError("the image cell is empty -> record the episode again, or exclude it")
+    source: Any = io.BytesIO(data) if data is not None else root / str(path)
+    with Image.open(source) as image:
+        return np.asarray(image.convert("RGB"))
