@@ -76,6 +76,7 @@ class Preprocessor:
         self.tokenizer = tokenizer
         mode, variant = settings.normalization, settings.normalization_variant
         self.state_normalizer = statistics.normalizer("state", mode, variant)
+        self.num_truncated_prompts = 0  # in this process, since construction
         self.action_normalizer = statistics.normalizer("actions", mode, variant)
 
     def __call__(self, sample: RawSample, epoch: int) -> dict[str, Any]:
@@ -137,6 +138,7 @@ class Preprocessor:
                 f"prompt of {len(ids)} tokens for the task {instruction[:60]!r}; {settings.max_prompt_length} fit: "
                 f"use --max-prompt-length {len(ids)} or more, or --prompt-overflow truncate"
             )
+        self.num_truncated_prompts += len(ids) > settings.max_prompt_length
         return pad_prompt(ids, settings.max_prompt_length)
 
     def normalize_actions(self, actions_TD: np.ndarray, state_D: np.ndarray) -> np.ndarray:
@@ -174,7 +176,7 @@ class Preprocessor:
     @staticmethod
     def from_dict(content: Mapping[str, Any], tokenizer_bytes: bytes, where: str = "preprocessing") -> Preprocessor:
         """Inverse of `to_dict`; an unknown or missing setting is a ValueError."""
-        given = {k: tuple(v) if isinstance(v, list) else v for k, v in content["settings"].items()}
+        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in content["settings"].items()}
         known = {f.name for f in dataclasses.fields(PreprocessSettings)}
         if given.keys() != known:
             missing, extra = sorted(known - given.keys()), sorted(given.keys() - known)

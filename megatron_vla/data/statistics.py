@@ -9,7 +9,7 @@ Shape legend: N rows, D dimensions, K histogram bins.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -48,7 +48,8 @@ class RunningHistogram:
         if self.count == 0:
             self.low_D, self.high_D = low_D, high_D
             self.counts_DK = np.zeros((len(low_D), self.num_bins))
-            # The first margin keeps a constant first batch from having bins of width 0.
+            # The first margin keeps a constant first batch from having bins of width 0. As in openpi, re-binning may lose the
+            # counts of the first bin to it: at most one bin, and released statistics were made so.
             self.edges_DK1 = self._edges(1e-10)
         elif np.any(low_D < self.low_D) or np.any(high_D > self.high_D):
             self.low_D, self.high_D = np.minimum(self.low_D, low_D), np.maximum(self.high_D, high_D)
@@ -64,6 +65,7 @@ class RunningHistogram:
 
     def update(self, values_ND: np.ndarray) -> None:
         """Add rows."""
+        values_ND = values_ND.astype(np.float64)  # edges in float32 would put values near an edge into the other bin
         self._extend(values_ND.min(axis=0), values_ND.max(axis=0))
         self._add_weighted(values_ND.T, np.ones(values_ND.T.shape), replace=False)
         self.count += len(values_ND)
@@ -220,7 +222,7 @@ class Statistics:
 
 
 def range_table(
-    normalized_ND: Mapping[str, np.ndarray], names: Mapping[str, list[str]], limit: float
+    normalized_ND: Mapping[str, np.ndarray], names: Mapping[str, Sequence[str]], limit: float
 ) -> tuple[list[dict[str, Any]], list[Finding]]:
     """Per dimension: share of rows outside [-1.5, 1.5] and the largest magnitude; an error names the dimensions above `limit`.
 

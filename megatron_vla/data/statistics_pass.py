@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -93,7 +93,7 @@ def windows_with_nonfinite(columns: LowDimColumns, horizon: int) -> np.ndarray:
 
 
 def check_nonfinite(
-    columns: LowDimColumns, horizon: int, drop: bool, names: dict[str, Sequence[str]]
+    columns: LowDimColumns, horizon: int, drop: bool, names: Mapping[str, Sequence[str]]
 ) -> tuple[np.ndarray, list[Finding]]:
     """(bool [N] samples to keep, findings). Without `drop` any NaN or Inf is an error that locates the first ones."""
     found = find_nonfinite(columns)
