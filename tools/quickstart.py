@@ -1,0 +1,301 @@
+"""From nothing to a trained, killed and resumed Pi0.5 on two CPU cores; every command is printed so that it can be copied.
+
+    make quickstart          (or, in an installed environment: python tools/quickstart.py)
+
+Stages: record demonstrations in a simulator, train a tokenizer, compute statistics, check the dataset, train under torchrun
+with two processes until half-way, kill them, resume to the end, report. A rerun reuses what is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatron_vla.config.cli import StrictParser, add_section, build_section, flag_name
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickstartConfig:
+    """Quickstart: sizes of the demonstration run"""
+
+    output: str = "outputs/quickstart"
+    """Folder for everything that is made."""
+
+    tasks: tuple[str, ...] = ("drawer-open", "window-close", "button-press-topdown")
+    """MetaWorld tasks to record."""
+
+    episodes_per_task: int = 8
+    """Episodes of each task."""
+
+    image_size: int = 112
+    """Side of the recorded pictures and of the model's input in pixels (a multiple of 14)."""
+
+    train_iters: int = 160
+    """Optimizer steps in total; the run is killed after half of them."""
+
+    num_processes: int = 2
+    """Training processes, and recording processes."""
+
+    install_seconds: float = 0.0
+    """How long the installation took, for the closing table."""
+
+
+# A Pi0.5 of 2 million parameters: all of its parts, in a size that two cores can train.
+MODEL_SIZES = {
+    "vision_hidden_size": 96,
+    "vision_num_layers": 4,
+    "vision_num_attention_heads": 4,
+    "vision_ffn_hidden_size": 256,
+    "num_layers": 4,
+    "hidden_size": 160,
+    "ffn_hidden_size": 448,
+    "expert_hidden_size": 96,
+    "expert_ffn_hidden_size": 256,
+    "num_attention_heads": 4,
+    "kv_channels": 32,
+    "vocab_size": 1024,
+    "max_prompt_length": 48,
+    "action_horizon": 10,
+    "max_action_dim": 8,
+}
+TRAINING_VALUES = {
+    "micro_batch_size": 8,
+    "global_batch_size": 16,
+    "lr": 1e-3,
+    "min_lr": 1e-4,
+    "lr_warmup_iters": 10,
+    "log_interval": 5,
+    "num_workers": 0,
+}
+CAMERA_FLAGS = ("--camera-map", "base=observation.images.top", "left_wrist=observation.images.wrist")
+
+
+@dataclass
+class Stages:
+    """Runs the numbered stages and remembers how long each took."""
+
+    total: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, title: str) -> Any:
+        """Print the heading now and the time at the end."""
+        print(f"\n== [{len(self.seconds) + 1}/{self.total}] {title}", flush=True)
+        start = time.monotonic()
+        yield
+        self.seconds[title] = time.monotonic() - start
+        print(f"   {self.seconds[title]:.0f} s", flush=True)
+
+
+def python_command(*words: str | Path) -> list[str]:
+    """A command line of this interpreter, as short as it can be pasted from the repository root."""
+    interpreter = Path(sys.executable)
+    name = str(interpreter.relative_to(ROOT)) if interpreter.is_relative_to(ROOT) else sys.executable
+    return [name, *map(str, words)]
+
+
+def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Print the command and start it in the repository root, one computing thread per process."""
+    print(f"$ OMP_NUM_THREADS=1 {shlex.join(command)}", flush=True)
+    # The interpreter's path is relative to the root, as printed; -m and scripts find the package there too.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, cwd=ROOT, env=environment)
+
+
+def run(command: Sequence[str]) -> None:
+    """Run to the end; SystemExit naming the command when it fails (it has said why above)."""
+    status = start(command).wait()
+    if status != 0:
+        raise SystemExit(f"quickstart stopped: exit status {status} of the command printed above")
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL torchrun and its workers: nobody gets a chance to save anything."""
+    import psutil
+
+    parent = psutil.Process(process.pid)
+    processes = [*parent.children(recursive=True), parent]
+    for one in processes:
+        one.kill()
+    psutil.wait_procs(processes, timeout=30)
+    process.wait()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl that carry a loss, in the order written (iterations repeat after a resume)."""
+    if not path.exists():
+        return []
+    # The last line may be half written while the run is going on.
+    lines = [line for line in path.read_text().split("\n")[:-1] if line]
+    return [entry for entry in map(json.loads, lines) if "loss" in entry]
+
+
+def saved_iteration(save: Path) -> int:
+    """Latest complete checkpoint of `save`; 0 if none."""
+    path = save / "latest_checkpointed_iteration.txt"
+    return int(path.read_text()) if path.exists() else 0
+
+
+def train_and_kill(command: Sequence[str], save: Path, half: int) -> int:
+    """Start training, SIGKILL it a little after the checkpoint of iteration `half`; the last iteration that was logged."""
+    metrics = save / "logs/metrics.jsonl"
+    process = start(command)
+    while process.poll() is None:
+        reached = read_metrics(metrics)[-1:]
+        if saved_iteration(save) >= half and reached and reached[0]["iteration"] >= half + 10:
+            kill_tree(process)
+            print(
+                f"   killed (SIGKILL) after iteration {reached[0]['iteration']}; checkpoint: iteration {saved_iteration(save)}"
+            )
+            return int(reached[0]["iteration"])
+        time.sleep(0.05)
+    if process.returncode != 0:
+        raise SystemExit(f"quickstart stopped: training ended with exit status {process.returncode}, see above")
+    return saved_iteration(save)
+
+
+def replay_difference(metrics: Sequence[dict[str, Any]]) -> tuple[int, float] | None:
+    """(iterations logged twice, largest loss difference) around the resume; None when nothing was replayed."""
+    resumes = [i for i, (a, b) in enumerate(pairwise(metrics), 1) if b["iteration"] <= a["iteration"]]
+    if not resumes:
+        return None
+    before = {entry["iteration"]: entry["loss"] for entry in metrics[: resumes[-1]]}
+    after = {entry["iteration"]: entry["loss"] for entry in metrics[resumes[-1] :]}
+    both = sorted(set(before) & set(after))
+    return len(both), max(abs(before[i] - after[i]) for i in both)
+
+
+def plot_losses(metrics: Sequence[dict[str, Any]], kill_iteration: int, path: Path) -> None:
+    """PNG of the loss over iterations, before and after the kill."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    split = next((i for i, (a, b) in enumerate(pairwise(metrics), 1) if b["iteration"] <= a["iteration"]), len(metrics))
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for part, label, style in ((metrics[:split], "first run", "o-"), (metrics[split:], "resumed", "x--")):
+        if part:
+            axes.plot([e["iteration"] for e in part], [e["loss"] for e in part], style, label=label, markersize=4)
+    if kill_iteration:
+        axes.axvline(kill_iteration, color="grey", linestyle=":", label="killed")
+    axes.set(xlabel="iteration", ylabel="flow-matching loss", title="Pi0.5 (small) on three MetaWorld tasks")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def as_flags(values: Mapping[str, object]) -> list[str]:
+    """{"lr": 0.1} -> ["--lr", "0.1"]."""
+    return [word for name, value in values.items() for word in (flag_name(name), str(value))]
+
+
+def training_command(config: QuickstartConfig, output: Path, train_iters: int) -> list[str]:
+    """The torchrun command; it starts, and it resumes."""
+    distributed = ("--standalone", "--nproc-per-node", str(config.num_processes))
+    save = output / "checkpoints"
+    return [
+        *python_command("-m", "torch.distributed.run", *distributed, "pretrain_vla.py"),
+        *("--model-name", "pi05", "--model-variant", "tiny"),
+        *as_flags({**MODEL_SIZES, "image_size": config.image_size}),
+        *("--data-path", str(output / "demonstrations"), "--tokenizer-model", str(output / "tokenizer.model")),
+        *("--statistics-path", str(output / "statistics.json"), *CAMERA_FLAGS),
+        *as_flags(TRAINING_VALUES),
+        *("--train-iters", str(train_iters), "--lr-decay-iters", str(config.train_iters)),
+        *("--save", str(save), "--load", str(save), "--save-interval", str(config.train_iters // 2), "--tensorboard"),
+    ]
+
+
+def report(config: QuickstartConfig, output: Path, stages: Stages, kill_iteration: int) -> None:
+    """Plot and closing page. SystemExit when the loss did not fall: this is also a test."""
+    save = output / "checkpoints"
+    metrics = read_metrics(save / "logs/metrics.jsonl")
+    plot = output / "loss.png"
+    plot_losses(metrics, kill_iteration, plot)
+    count = max(1, len({e["iteration"] for e in metrics}) // 10)
+    before = sum(e["loss"] for e in metrics[:count]) / count
+    after = sum(e["loss"] for e in metrics[-count:]) / count
+    print("\n== done")
+    print(f"loss before         {before:.4f}")
+    print(f"loss after          {after:.4f}   ({config.train_iters} iterations)")
+    replayed = replay_difference(metrics)
+    if replayed:
+        print(f"kill and resume     {replayed[0]} logged intervals ran twice, largest loss difference {replayed[1]:.1e}")
+    print(f"checkpoint          {save / f'iter_{config.train_iters:07d}'}")
+    print(f"first-batch picture {save / 'logs/first_batch.png'}")
+    print(f"loss plot           {plot}")
+    print(f"metrics             {save / 'logs/metrics.jsonl'}   (TensorBoard: {save / 'logs/tensorboard'})")
+    print(f"recorded scenes     {output / 'demonstrations/montage.png'}")
+    times = {"install": config.install_seconds, **stages.seconds}
+    print(f"time                {', '.join(f'{name} {seconds:.0f} s' for name, seconds in times.items())}")
+    print(f"                    {sum(times.values()):.0f} s in total")
+    more = config.train_iters * 5
+    print("\nTo go on, for example for five times as long:\n")
+    print(f"OMP_NUM_THREADS=1 {shlex.join([*training_command(config, output, more), '--override-resume-flags'])}\n")
+    if not after < before:
+        raise SystemExit(f"quickstart failed: the loss did not fall ({before:.4f} -> {after:.4f})")
+
+
+def is_fresh(made: Path, source: Path) -> bool:
+    """Whether `made` exists and is not older than `source`."""
+    return made.exists() and made.stat().st_mtime >= source.stat().st_mtime
+
+
+def quickstart(config: QuickstartConfig) -> None:
+    """All stages."""
+    output = Path(config.output)
+    demonstrations, save = output / "demonstrations", output / "checkpoints"
+    half = config.train_iters // 2
+    stages = Stages(total=6)
+    with stages.stage("record"):
+        flags = f"--episodes-per-task {config.episodes_per_task} --image-size {config.image_size} --action-repeat 4"
+        recorder = python_command("tools/record_demonstrations.py", "--output", demonstrations, "--tasks", *config.tasks)
+        run([*recorder, *flags.split(), "--num-processes", str(config.num_processes)])
+    recording = ROOT / demonstrations / "meta/recording.json"
+    data = ("--data-path", demonstrations)
+    with stages.stage("tokenizer"):
+        if is_fresh(ROOT / output / "tokenizer.model", recording):
+            print("   complete, reused")
+        else:
+            run(python_command("tools/train_tokenizer.py", *data, "--output", output / "tokenizer.model"))
+    with stages.stage("statistics"):
+        if is_fresh(ROOT / output / "statistics.json", recording):
+            print("   complete, reused")
+        else:
+            run(python_command("tools/compute_norm_stats.py", *data, "--output", output / "statistics.json"))
+    with stages.stage("check data"):
+        run(python_command("tools/check_dataset.py", demonstrations))
+    command = training_command(config, output, config.train_iters)
+    kill_file = ROOT / output / "killed_at_iteration.txt"
+    with stages.stage("train, kill"):
+        if saved_iteration(ROOT / save) >= half:
+            print(f"   checkpoint of iteration {saved_iteration(ROOT / save)} is there, reused")
+        else:
+            kill_file.write_text(str(train_and_kill(command, ROOT / save, half)))
+    with stages.stage("resume"):
+        if saved_iteration(ROOT / save) >= config.train_iters:
+            print("   training is complete, reused")
+        else:
+            run(command)
+    kill_iteration = int(kill_file.read_text()) if kill_file.exists() else 0
+    report(config, ROOT / output, stages, kill_iteration)
+
+
+if __name__ == "__main__":
+    parser = StrictParser(description=__doc__)
+    add_section(parser, QuickstartConfig)
+    quickstart(build_section(QuickstartConfig, vars(parser.parse_args())))
