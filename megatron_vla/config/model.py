@@ -18,6 +18,10 @@ class ModelConfig:
     pretrained_checkpoint: str | None = None
     """File or folder with released weights to start from (openpi, LeRobot or this project's layout); strictly loaded."""
 
+    pretrained_reinitialize: tuple[str, ...] = ()
+    """Modules that keep their fresh initialisation instead of --pretrained-checkpoint (dotted names, '*' = one segment); listed
+    at load. For example action_in_proj action_out_proj when --max-action-dim differs from the released weights."""
+
     bf16: bool = False
     """Compute in bfloat16 with fp32 main parameters in the optimizer. Off: everything in fp32."""
 

@@ -1,0 +1,67 @@
+"""Attention: which token may read which, and the kernels that compute it.
+
+Shape legend: B samples, S tokens, Q query tokens, K key tokens, N query heads, G key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron_vla.models.common.normalization import at_least_fp32
+
+AttentionBackend = Literal["sdpa", "eager"]
+
+
+def token_positions(is_valid_BS: Tensor) -> Tensor:
+    """Position of each token: the number of valid tokens before it (padding does not advance; -1 before the first valid)."""
+    return is_valid_BS.long().cumsum(dim=1) - 1
+
+
+def block_attention_mask(starts_block_BS: Tensor, is_valid_BS: Tensor) -> Tensor:
+    """The definition: bool [B, Q, K], True where query q may read key k.
+
+    A token reads its own block and all earlier ones (`starts_block_BS` marks the first token of each block; token 0 need not be
+    marked), among valid tokens only. Rows of padded queries are all False. All ones = causal, all zeros = bidirectional.
+    """
+    block_BS = starts_block_BS.long().cumsum(dim=1)
+    may_read_BQK = block_BS[:, None, :] <= block_BS[:, :, None]
+    return may_read_BQK & is_valid_BS[:, None, :] & is_valid_BS[:, :, None]
+
+
+def key_mask(is_valid_BK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Additive mask [B, 1, 1, K] in `dtype`: 0 for valid keys, -inf for padding.
+
+    Padded *queries* get the same row as valid ones, since nothing ever reads them. That leaves one way to a fully masked row,
+    a sample without any valid key; there every key is allowed, so the output is finite instead of NaN, and still never read.
+    """
+    may_read_BK = is_valid_BK | ~is_valid_BK.any(dim=1, keepdim=True)
+    mask_BK = torch.zeros(may_read_BK.shape, dtype=dtype, device=may_read_BK.device)
+    return mask_BK.masked_fill(~may_read_BK, float("-inf"))[:, None, None, :]
+
+
+def attend(
+    query_BNQD: Tensor, key_BGKD: Tensor, value_BGKD: Tensor, mask_B1QK: Tensor | None, backend: AttentionBackend = "sdpa"
+) -> Tensor:
+    """softmax(q k^T / sqrt(D) + mask) v -> [B, Q, N * D]; `mask_B1QK` is additive and broadcasts over heads and queries."""
+    if backend == "eager":
+        output_BNQD = _attend_eager(query_BNQD, key_BGKD, value_BGKD, mask_B1QK)
+    else:
+        grouped = key_BGKD.shape[1] != query_BNQD.shape[1]
+        output_BNQD = F.scaled_dot_product_attention(query_BNQD, key_BGKD, value_BGKD, attn_mask=mask_B1QK, enable_gqa=grouped)
+    return output_BNQD.transpose(1, 2).flatten(2)
+
+
+def _attend_eager(query_BNQD: Tensor, key_BGKD: Tensor, value_BGKD: Tensor, mask_B1QK: Tensor | None) -> Tensor:
+    """Explicit reference: logits and softmax in at least fp32 (as JAX), probabilities rounded to the activations' dtype."""
+    wide = at_least_fp32(query_BNQD.dtype)
+    heads_per_group = query_BNQD.shape[1] // key_BGKD.shape[1]
+    key_BNKD = key_BGKD.repeat_interleave(heads_per_group, dim=1)
+    value_BNKD = value_BGKD.repeat_interleave(heads_per_group, dim=1)
+    logits_BNQK = query_BNQD.to(wide) @ key_BNKD.to(wide).transpose(-1, -2) * query_BNQD.shape[-1] ** -0.5
+    if mask_B1QK is not None:
+        logits_BNQK = logits_BNQK + mask_B1QK.to(wide)
+    return logits_BNQK.softmax(dim=-1).to(value_BNKD.dtype) @ value_BNKD

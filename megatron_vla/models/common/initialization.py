@@ -1,0 +1,70 @@
+"""First values of parameters: each parameter has its own random stream, a pure function of (seed, parameter name).
+
+So weights do not depend on rank, on the order of construction or on which other parameters exist. Draws happen in fp32 on the
+parameter's device and are rounded to its dtype: bf16, fp32 and fp64 models of one seed start from the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+Initializer = Callable[[Tensor, torch.Generator], None]
+
+
+def zeros(values: Tensor, generator: torch.Generator) -> None:
+    """All 0."""
+    del generator
+    values.zero_()
+
+
+def ones(values: Tensor, generator: torch.Generator) -> None:
+    """All 1."""
+    del generator
+    values.fill_(1.0)
+
+
+def lecun_normal(values: Tensor, generator: torch.Generator) -> None:
+    """Normal cut at two standard deviations with variance 1 / fan_in after the cut (flax's `lecun_normal`)."""
+    fan_in = values[0].numel()
+    deviation = math.sqrt(1.0 / fan_in) / 0.87962566103423978  # standard deviation of a unit normal cut at +-2
+    nn.init.trunc_normal_(values, std=deviation, a=-2 * deviation, b=2 * deviation, generator=generator)
+
+
+def xavier_uniform(values: Tensor, generator: torch.Generator) -> None:
+    """Uniform with variance 2 / (fan_in + fan_out)."""
+    nn.init.xavier_uniform_(values, generator=generator)
+
+
+def normal(deviation: float) -> Initializer:
+    """Normal with this standard deviation."""
+
+    def draw(values: Tensor, generator: torch.Generator) -> None:
+        values.normal_(0.0, deviation, generator=generator)
+
+    return draw
+
+
+def inverse_sqrt_width_normal(values: Tensor, generator: torch.Generator) -> None:
+    """Normal with standard deviation 1 / sqrt(last dimension): position tables."""
+    values.normal_(0.0, values.shape[-1] ** -0.5, generator=generator)
+
+
+def parameter_seed(seed: int, name: str) -> int:
+    """63-bit seed of one parameter's stream (Python's own `hash` is salted per process)."""
+    digest = hashlib.blake2b(f"weights/{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@torch.no_grad()
+def initialize_parameters(model: nn.Module, initializer_of: Callable[[str], Initializer], seed: int) -> None:
+    """Draw every parameter of `model` anew; `initializer_of` maps a parameter's name to its distribution."""
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator(device=parameter.device).manual_seed(parameter_seed(seed, name))
+        values = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+        initializer_of(name)(values, generator)
+        parameter.copy_(values)

@@ -1,0 +1,67 @@
+"""Norm layers. Statistics and affine maps are computed in fp32 (fp64 for fp64 input) and rounded once to the input's dtype.
+
+Shape legend: B samples, S tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_vla.parallel.linear import replicated_linear
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which reductions and rotations over `dtype` data are computed."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm that accepts fp32 parameters with bf16 input.
+
+    torch's fused kernel wants one dtype and reduces in fp32 inside, so the parameters are rounded to the input's dtype here:
+    the same roundings as openpi's bf16 mode, without an fp32 copy of the activations.
+    """
+
+    def forward(self, hidden_BSH: Tensor) -> Tensor:
+        """Normalise the last axis."""
+        weight_H, bias_H = self.weight.to(hidden_BSH.dtype), self.bias.to(hidden_BSH.dtype)
+        return F.layer_norm(hidden_BSH, self.normalized_shape, weight_H, bias_H, self.eps)
+
+
+def _rms_normalized(hidden_BSH: Tensor, epsilon: float) -> Tensor:
+    """hidden / rms(hidden) in at least fp32."""
+    wide_BSH = hidden_BSH.to(at_least_fp32(hidden_BSH.dtype))
+    return wide_BSH * torch.rsqrt(wide_BSH.square().mean(-1, keepdim=True) + epsilon)
+
+
+class RMSNorm(nn.Module):
+    """Gemma's RMSNorm: `x / rms(x) * (1 + weight)`. The stored weight is the offset from one (zero = identity scale)."""
+
+    def __init__(self, hidden_size: int, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = nn.Parameter(torch.zeros(hidden_size))
+
+    def forward(self, hidden_BSH: Tensor) -> Tensor:
+        """Same shape and dtype as the input."""
+        normalized_BSH = _rms_normalized(hidden_BSH, self.epsilon)
+        return (normalized_BSH * (1.0 + self.weight.to(normalized_BSH.dtype))).to(hidden_BSH.dtype)
+
+
+class AdaptiveRMSNorm(nn.Module):
+    """adaRMS: scale, shift and residual gate are linear in a condition vector (three chunks of `dense`, in this order)."""
+
+    def __init__(self, hidden_size: int, condition_size: int, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.dense = replicated_linear(condition_size, 3 * hidden_size, bias=True)
+
+    def forward(self, hidden_BSH: Tensor, condition_BC: Tensor) -> tuple[Tensor, Tensor]:
+        """(normalised [B, S, H], gate [B, 1, H]), both in the dtype of `hidden_BSH`."""
+        scale_B1H, shift_B1H, gate_B1H = self.dense(condition_BC).unsqueeze(1).chunk(3, dim=-1)
+        normalized_BSH = _rms_normalized(hidden_BSH, self.epsilon)
+        wide = normalized_BSH.dtype
+        adapted_BSH = normalized_BSH * (1.0 + scale_B1H.to(wide)) + shift_B1H.to(wide)
+        return adapted_BSH.to(hidden_BSH.dtype), gate_B1H.to(hidden_BSH.dtype)

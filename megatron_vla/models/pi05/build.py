@@ -1,0 +1,95 @@
+"""Build Pi0.5: structure, parameter dtypes, first values (the JAX recipe of openpi), in this order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_vla.config.run import RunConfig
+from megatron_vla.models.common import initialization as draw
+from megatron_vla.models.common.attention import AttentionBackend
+from megatron_vla.models.common.precision import parameter_dtype, set_parameter_dtypes
+from megatron_vla.models.pi05.config import Pi05Config
+from megatron_vla.models.pi05.model import Pi05Model
+from megatron_vla.optimizations.patterns import covers
+from megatron_vla.parallel.linear import TensorParallel
+
+# Kept in fp32 when the model is bf16: everything cheap whose rounding error reaches every token or the action interface.
+FP32_PATTERNS = (
+    "vision_tower.embeddings",
+    "vision_tower.layers.*.layer_norm1",
+    "vision_tower.layers.*.layer_norm2",
+    "vision_tower.post_layernorm",
+    "layers.*.prefix.input_norm",
+    "layers.*.prefix.post_attention_norm",
+    "layers.*.suffix.input_norm",
+    "layers.*.suffix.post_attention_norm",
+    "prefix_norm",
+    "suffix_norm",
+    "action_in_proj",
+    "action_out_proj",
+    "time_mlp_in",
+    "time_mlp_out",
+)
+
+# First match decides. adaRMS starts at zero, which closes every expert branch; the image projector starts at zero and opens
+# with its first gradient.
+_WEIGHT_RULES: tuple[tuple[str, draw.Initializer], ...] = (
+    ("vision_tower.embeddings.patch_embedding", draw.lecun_normal),
+    ("vision_tower.embeddings.position_embedding", draw.inverse_sqrt_width_normal),
+    ("vision_tower.layers.*.layer_norm1", draw.ones),
+    ("vision_tower.layers.*.layer_norm2", draw.ones),
+    ("vision_tower.layers.*", draw.xavier_uniform),
+    ("vision_tower.post_layernorm", draw.ones),
+    ("vision_projector", draw.zeros),
+    ("token_embedding", draw.normal(0.01)),
+    ("layers.*.*.input_norm", draw.zeros),
+    ("layers.*.*.post_attention_norm", draw.zeros),
+    ("prefix_norm", draw.zeros),
+    ("suffix_norm", draw.zeros),
+    ("layers.*", draw.lecun_normal),
+    ("action_in_proj", draw.lecun_normal),
+    ("action_out_proj", draw.lecun_normal),
+    ("time_mlp_in", draw.lecun_normal),
+    ("time_mlp_out", draw.lecun_normal),
+)
+
+
+def initializer_of(name: str) -> draw.Initializer:
+    """Distribution of the first values of parameter `name`; all biases start at zero."""
+    if name.endswith(".bias"):
+        return draw.zeros
+    return next(initializer for pattern, initializer in _WEIGHT_RULES if covers(pattern, name))
+
+
+def build_module(
+    config: Pi05Config,
+    *,
+    attention_backend: AttentionBackend = "sdpa",
+    skip_dead_compute: bool = True,
+    tensor_parallel_size: int = 1,
+) -> Pi05Model:
+    """The module structure alone; under `torch.device("meta")` it costs no memory."""
+    return Pi05Model(
+        config,
+        attention_backend=attention_backend,
+        skip_dead_compute=skip_dead_compute,
+        tensor_parallel=TensorParallel(size=tensor_parallel_size),
+    )
+
+
+def build(config: RunConfig, groups: Any = None) -> Pi05Model:
+    """Pi0.5 on this rank's device (`groups.device`; CPU without groups), drawn from --seed whatever the rank."""
+    with torch.device("meta"):
+        model = build_module(
+            config.family,
+            attention_backend=config.optimization.attention_backend,
+            skip_dead_compute=config.optimization.skip_dead_compute,
+            tensor_parallel_size=config.parallel.tensor_model_parallel_size,
+        )
+    set_parameter_dtypes(model, parameter_dtype(config.model), FP32_PATTERNS)
+    model = model.to_empty(device=groups.device if groups is not None else torch.device("cpu"))
+    model.mark_dead_parameters()  # to_empty made new Parameter objects
+    draw.initialize_parameters(model, initializer_of, config.training.seed)
+    return model

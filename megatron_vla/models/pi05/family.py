@@ -1,0 +1,22 @@
+"""Pi0.5 as the rest of the project knows it."""
+
+from __future__ import annotations
+
+from megatron_vla.models.pi05.build import build
+from megatron_vla.models.pi05.check import check
+from megatron_vla.models.pi05.config import VARIANTS, Pi05Config
+from megatron_vla.models.pi05.convert import CONVERTER
+from megatron_vla.models.pi05.forward_step import BATCH_FIELDS, forward_step
+from megatron_vla.models.registry import ModelFamily
+
+FAMILY = ModelFamily(
+    name="pi05",
+    config_type=Pi05Config,
+    variants=VARIANTS,
+    build=build,
+    forward_step=forward_step,
+    check=check,
+    converter=CONVERTER,
+    block_names=("vision_tower.layers.*", "layers.*"),
+    batch_fields=BATCH_FIELDS,
+)

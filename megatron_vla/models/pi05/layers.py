@@ -1,0 +1,129 @@
+"""Pi0.5's joint layers: a prefix stream (images and prompt) and an action stream that reads it.
+
+The prefix is blind to the actions, so a joint layer is computed in two calls without a mask between the streams: prefix tokens
+attend to prefix keys, action tokens to prefix and action keys. Training and sampling run the same two calls; sampling only runs
+the first one once.
+
+Shape legend: B samples, P prefix tokens, T action horizon, H prefix hidden, E expert hidden, C condition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_vla.models.common.attention import AttentionBackend, attend, key_mask, token_positions
+from megatron_vla.models.common.decoder_layer import AttentionProjections, GatedMlp, KeyValue
+from megatron_vla.models.common.normalization import AdaptiveRMSNorm, RMSNorm
+from megatron_vla.models.common.rotary import RotaryTable, rotary_table
+from megatron_vla.models.pi05.config import Pi05Config
+from megatron_vla.parallel.linear import TensorParallel
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What all layers of one forward pass share, computed once: rotary tables and additive key masks of both streams."""
+
+    prefix_rotary: RotaryTable
+    suffix_rotary: RotaryTable
+    prefix_mask_B11K: Tensor
+    suffix_mask_B11K: Tensor
+
+
+def plan_attention(prefix_is_valid_BP: Tensor, action_horizon: int, config: Pi05Config, dtype: torch.dtype) -> AttentionPlan:
+    """Plan for these prefix tokens followed by `action_horizon` action tokens, all valid; `dtype` is the activations'."""
+    action_is_valid_BT = prefix_is_valid_BP.new_ones(prefix_is_valid_BP.shape[0], action_horizon)
+    is_valid_BS = torch.cat((prefix_is_valid_BP, action_is_valid_BT), dim=1)
+    rotary = rotary_table(token_positions(is_valid_BS), config.kv_channels, config.rope_theta, dtype)
+    num_prefix, num_tokens = prefix_is_valid_BP.shape[1], is_valid_BS.shape[1]
+    return AttentionPlan(
+        prefix_rotary=rotary.tokens(0, num_prefix),
+        suffix_rotary=rotary.tokens(num_prefix, num_tokens),
+        prefix_mask_B11K=key_mask(prefix_is_valid_BP, dtype),
+        suffix_mask_B11K=key_mask(is_valid_BS, dtype),
+    )
+
+
+class PrefixLayer(nn.Module):
+    """One layer of the prefix stream (Gemma)."""
+
+    def __init__(
+        self, config: Pi05Config, *, keys_only: bool, backend: AttentionBackend, tensor_parallel: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.keys_only = keys_only
+        self.backend = backend
+        self.input_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.attention = _projections(config, config.hidden_size, tensor_parallel)
+        self.post_attention_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.mlp = GatedMlp(config.hidden_size, config.ffn_hidden_size, tensor_parallel)
+
+    def forward(self, hidden_BPH: Tensor, plan: AttentionPlan) -> tuple[Tensor, KeyValue]:
+        """(next hidden [B, P, H], this layer's keys and values for the action stream).
+
+        With `keys_only` (the last layer, where nothing reads the next hidden) the hidden comes back unchanged.
+        """
+        normalized_BPH = self.input_norm(hidden_BPH)
+        key_value = self.attention.key_value(normalized_BPH, plan.prefix_rotary)
+        if self.keys_only:
+            return hidden_BPH, key_value
+        query = self.attention.query(normalized_BPH, plan.prefix_rotary)
+        hidden_BPH = hidden_BPH + self.attention.o_proj(attend(query, *key_value, plan.prefix_mask_B11K, self.backend))
+        return hidden_BPH + self.mlp(self.post_attention_norm(hidden_BPH)), key_value
+
+
+class SuffixLayer(nn.Module):
+    """One layer of the action expert: adaRMS norms, whose gates scale the two residual branches."""
+
+    def __init__(self, config: Pi05Config, *, backend: AttentionBackend, tensor_parallel: TensorParallel) -> None:
+        super().__init__()
+        self.backend = backend
+        width = config.expert_hidden_size
+        self.input_norm = AdaptiveRMSNorm(width, width, config.norm_epsilon)
+        self.attention = _projections(config, width, tensor_parallel)
+        self.post_attention_norm = AdaptiveRMSNorm(width, width, config.norm_epsilon)
+        self.mlp = GatedMlp(width, config.expert_ffn_hidden_size, tensor_parallel)
+
+    def forward(self, hidden_BTE: Tensor, condition_BC: Tensor, prefix: KeyValue, plan: AttentionPlan) -> Tensor:
+        """Next hidden [B, T, E]. `prefix` is read, never extended."""
+        normalized_BTE, gate_B1E = self.input_norm(hidden_BTE, condition_BC)
+        query = self.attention.query(normalized_BTE, plan.suffix_rotary)
+        own = self.attention.key_value(normalized_BTE, plan.suffix_rotary)
+        key, value = (torch.cat(parts, dim=2) for parts in zip(prefix, own, strict=True))
+        attended = attend(query, key, value, plan.suffix_mask_B11K, self.backend)
+        hidden_BTE = hidden_BTE + self.attention.o_proj(attended) * gate_B1E
+        normalized_BTE, gate_B1E = self.post_attention_norm(hidden_BTE, condition_BC)
+        return hidden_BTE + self.mlp(normalized_BTE) * gate_B1E
+
+
+class JointLayer(nn.Module):
+    """Prefix layer and expert layer of one depth: the unit that checkpointing, compile and sharding wrap.
+
+    The two share an attention, so wrapping either alone would gather its parameters at the wrong time.
+    """
+
+    def __init__(
+        self, config: Pi05Config, *, prefix_keys_only: bool, backend: AttentionBackend, tensor_parallel: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.prefix = PrefixLayer(config, keys_only=prefix_keys_only, backend=backend, tensor_parallel=tensor_parallel)
+        self.suffix = SuffixLayer(config, backend=backend, tensor_parallel=tensor_parallel)
+
+    def forward(
+        self, prefix_BPH: Tensor, suffix_BTE: Tensor, condition_BC: Tensor, plan: AttentionPlan
+    ) -> tuple[Tensor, Tensor]:
+        """Next (prefix, suffix)."""
+        prefix_BPH, key_value = self.prefix(prefix_BPH, plan)
+        return prefix_BPH, self.suffix(suffix_BTE, condition_BC, key_value, plan)
+
+
+def _projections(config: Pi05Config, width: int, tensor_parallel: TensorParallel) -> AttentionProjections:
+    return AttentionProjections(
+        width,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups,
+        head_width=config.kv_channels,
+        tensor_parallel=tensor_parallel,
+    )

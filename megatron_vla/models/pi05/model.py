@@ -1,0 +1,210 @@
+"""Pi0.5 (openpi, arXiv:2504.16054): SigLIP features and prompt tokens, read by an action expert that predicts flow velocity.
+
+Shape legend: B samples, V views, C channels, Y X pixel rows and columns, L prompt slots, P prefix tokens (V * patches + L),
+T action horizon, A padded action dimensions, H prefix hidden, E expert hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_vla.data.batch import Batch
+from megatron_vla.models.common.attention import AttentionBackend
+from megatron_vla.models.common.decoder_layer import KeyValue
+from megatron_vla.models.common.flow_matching import flow_time_embedding, integrate_velocity, noisy_actions, target_velocity
+from megatron_vla.models.common.normalization import AdaptiveRMSNorm, RMSNorm
+from megatron_vla.models.common.vision_encoder import VisionEncoder, VisionSizes
+from megatron_vla.models.pi05.config import Pi05Config
+from megatron_vla.models.pi05.flops import forward_flops
+from megatron_vla.models.pi05.layers import AttentionPlan, JointLayer, plan_attention
+from megatron_vla.parallel.linear import NOT_PARALLEL, TensorParallel, replicated_linear
+
+PADDING_TOKEN = 0
+
+
+@dataclass(frozen=True)
+class PrefixCache:
+    """What sampling keeps of the prefix: every layer's keys and values, and the attention plan."""
+
+    layers: tuple[KeyValue, ...]
+    plan: AttentionPlan
+
+
+class Pi05Model(nn.Module):
+    """Loss elements from a Batch (`forward`), or actions from noise (`sample_actions`). It never draws random numbers.
+
+    Parameters that the action loss cannot reach have requires_grad=False (see `mark_dead_parameters`), whether or not
+    `skip_dead_compute` leaves their computation out.
+    """
+
+    def __init__(
+        self,
+        config: Pi05Config,
+        *,
+        attention_backend: AttentionBackend = "sdpa",
+        skip_dead_compute: bool = True,
+        tensor_parallel: TensorParallel = NOT_PARALLEL,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.skip_dead_compute = skip_dead_compute
+        width = config.expert_hidden_size
+        self.vision_tower = VisionEncoder(vision_sizes(config), attention_backend, tensor_parallel)
+        self.vision_projector = replicated_linear(config.vision_hidden_size, config.hidden_size, bias=True)
+        self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            JointLayer(
+                config,
+                prefix_keys_only=skip_dead_compute and index == config.num_layers - 1,
+                backend=attention_backend,
+                tensor_parallel=tensor_parallel,
+            )
+            for index in range(config.num_layers)
+        )
+        self.prefix_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.suffix_norm = AdaptiveRMSNorm(width, width, config.norm_epsilon)
+        self.action_in_proj = replicated_linear(config.max_action_dim, width, bias=True)
+        self.action_out_proj = replicated_linear(width, config.max_action_dim, bias=True)
+        self.time_mlp_in = replicated_linear(width, width, bias=True)
+        self.time_mlp_out = replicated_linear(width, width, bias=True)
+        self.mark_dead_parameters()
+
+    def mark_dead_parameters(self) -> None:
+        """Take parameters without a gradient out of training, as torch's optimizers do with `grad is None`.
+
+        The last prefix layer is only read through its keys and values. In the reference its query projection has a gradient of
+        exact zeros, not None, so weight decay still acts on it: `decay_only` tells the optimizer.
+        """
+        last = self.layers[-1].prefix
+        for module in (last.attention.o_proj, last.post_attention_norm, last.mlp, self.prefix_norm):
+            module.requires_grad_(False)
+        query_weight = last.attention.q_proj.weight
+        query_weight.requires_grad_(False)
+        query_weight.decay_only = True
+
+    @property
+    def interface_dtype(self) -> torch.dtype:
+        """Dtype of actions, flow time and loss: fp32, also in bf16 models (fp64 in fp64 models)."""
+        return self.action_in_proj.weight.dtype
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Squared velocity errors [B, T, A], unmasked; `flow_matching.masked_loss` reduces them."""
+        dtype = self.interface_dtype
+        # Padded dimensions are zero by contract; selecting makes garbage there harmless. Steps beyond the episode's end are not
+        # padding in this sense: they hold the repeated last action and are attended to, as in the released recipe.
+        actions_BTA = torch.where(batch.action_dim_is_valid_BA[:, None], batch.actions_BTA, 0.0).to(dtype)
+        noise_BTA = batch.noise_BTA.to(dtype)
+        x_BTA = noisy_actions(actions_BTA, noise_BTA, batch.time_B.to(dtype))
+        velocity_BTA = self.velocity(batch, x_BTA, batch.time_B)
+        return (velocity_BTA - target_velocity(actions_BTA, noise_BTA)).square()
+
+    def flops_per_sample(self, num_views: int, prompt_length: int, action_horizon: int | None = None) -> float:
+        """Forward FLOPs of one sample with these views, prompt slots and horizon, as this model computes it."""
+        return forward_flops(
+            self.config,
+            num_views=num_views,
+            prompt_length=prompt_length,
+            action_horizon=action_horizon,
+            skip_dead_compute=self.skip_dead_compute,
+        )
+
+    def velocity(self, batch: Batch, x_BTA: Tensor, time_B: Tensor) -> Tensor:
+        """Predicted dx/dt [B, T, A] at flow time `time_B`, both streams in one pass."""
+        prefix_BPH, is_valid_BP = self.embed_prefix(batch)
+        suffix_BTE, condition_BE = self.embed_suffix(batch, x_BTA, time_B)
+        plan = plan_attention(is_valid_BP, x_BTA.shape[1], self.config, prefix_BPH.dtype)
+        for layer in self.layers:
+            prefix_BPH, suffix_BTE = layer(prefix_BPH, suffix_BTE, condition_BE, plan)
+        if not self.skip_dead_compute:
+            self.prefix_norm(prefix_BPH)
+        return self._read_out(suffix_BTE, condition_BE)
+
+    def embed_prefix(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(hidden [B, P, H], is_valid [B, P]): the views' patches in slot order, then the prompt.
+
+        Image features are not scaled; token embeddings are multiplied by sqrt(H).
+        """
+        is_present_BV = batch.camera_is_present_BV
+        num_samples, num_views = is_present_BV.shape
+        pixels_BVCYX = self._pixels(batch.images_BVCHW, is_present_BV)
+        patches = self.vision_projector(self.vision_tower(pixels_BVCYX.flatten(0, 1)))
+        images_BPH = patches.reshape(num_samples, num_views * patches.shape[1], patches.shape[2])
+        # Token ids of padded slots may be garbage, even beyond the vocabulary.
+        tokens_BL = batch.tokens_BL.masked_fill(~batch.token_is_valid_BL, PADDING_TOKEN)
+        prompt_BLH = F.embedding(tokens_BL, self.token_embedding.weight, padding_idx=PADDING_TOKEN)
+        prompt_BLH = prompt_BLH * math.sqrt(self.config.hidden_size)
+        patch_is_valid_BP = is_present_BV.repeat_interleave(patches.shape[1], dim=1)
+        is_valid_BP = torch.cat((patch_is_valid_BP, batch.token_is_valid_BL), dim=1)
+        return torch.cat((images_BPH, prompt_BLH), dim=1), is_valid_BP
+
+    def _pixels(self, images_BVCYX: Tensor, is_present_BV: Tensor) -> Tensor:
+        """Images in [-1, 1] in the patch embedding's dtype; absent views are black whatever the batch holds there."""
+        dtype = self.vision_tower.embeddings.patch_embedding.weight.dtype
+        pixels_BVCYX = images_BVCYX.to(dtype)
+        if images_BVCYX.dtype == torch.uint8:
+            pixels_BVCYX = pixels_BVCYX / 255.0 * 2.0 - 1.0
+        return torch.where(is_present_BV[:, :, None, None, None], pixels_BVCYX, -1.0)
+
+    def embed_suffix(self, batch: Batch, x_BTA: Tensor, time_B: Tensor) -> tuple[Tensor, Tensor]:
+        """(action hidden [B, T, E] in the streams' dtype, adaRMS condition [B, E] in the interface dtype)."""
+        config = self.config
+        if config.mask_padded_action_dims:
+            x_BTA = torch.where(batch.action_dim_is_valid_BA[:, None], x_BTA, 0.0)
+        hidden_BTE = self.action_in_proj(x_BTA).to(self.token_embedding.weight.dtype)
+        time_BE = flow_time_embedding(
+            time_B, config.expert_hidden_size, config.time_min_period, config.time_max_period, self.interface_dtype
+        )
+        condition_BE = F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(time_BE))))
+        return hidden_BTE, condition_BE
+
+    def _read_out(self, suffix_BTE: Tensor, condition_BE: Tensor) -> Tensor:
+        normalized_BTE, _ = self.suffix_norm(suffix_BTE, condition_BE)
+        return self.action_out_proj(normalized_BTE.to(self.interface_dtype))
+
+    def prefill(self, batch: Batch, action_horizon: int) -> PrefixCache:
+        """Run the prefix once and keep what `cached_velocity` reads."""
+        prefix_BPH, is_valid_BP = self.embed_prefix(batch)
+        plan = plan_attention(is_valid_BP, action_horizon, self.config, prefix_BPH.dtype)
+        cache = []
+        for layer in self.layers:
+            prefix_BPH, key_value = layer.prefix(prefix_BPH, plan)
+            cache.append(key_value)
+        return PrefixCache(tuple(cache), plan)
+
+    def cached_velocity(self, cache: PrefixCache, batch: Batch, x_BTA: Tensor, time_B: Tensor) -> Tensor:
+        """`velocity` with the prefix already computed; `cache` is not modified."""
+        suffix_BTE, condition_BE = self.embed_suffix(batch, x_BTA, time_B)
+        for layer, key_value in zip(self.layers, cache.layers, strict=True):
+            suffix_BTE = layer.suffix(suffix_BTE, condition_BE, key_value, cache.plan)
+        return self._read_out(suffix_BTE, condition_BE)
+
+    @torch.no_grad()
+    def sample_actions(self, batch: Batch, num_steps: int, noise_BTA: Tensor) -> Tensor:
+        """Normalised actions [B, T, A] by `num_steps` Euler steps from `noise_BTA` (its T is the horizon).
+
+        Reads the batch's images, prompt, masks and `action_dim_is_valid_BA`; not its actions, noise and time.
+        """
+        cache = self.prefill(batch, noise_BTA.shape[1])
+        return integrate_velocity(
+            lambda x_BTA, time_B: self.cached_velocity(cache, batch, x_BTA, time_B),
+            noise_BTA.to(self.interface_dtype),
+            num_steps,
+        )
+
+
+def vision_sizes(config: Pi05Config) -> VisionSizes:
+    """Sizes of the vision tower."""
+    return VisionSizes(
+        image_size=config.image_size,
+        patch_size=config.patch_size,
+        hidden_size=config.vision_hidden_size,
+        ffn_hidden_size=config.vision_ffn_hidden_size,
+        num_layers=config.vision_num_layers,
+        num_attention_heads=config.vision_num_attention_heads,
+        norm_epsilon=config.norm_epsilon,
+    )

@@ -1,0 +1,26 @@
+"""THE list: everything that makes a built model faster or smaller, in the order in which it is applied.
+
+Each entry has the signature (model, config, report) -> model. Off means that the same object comes back untouched; parameter
+names never change; a failure is an error, never a quiet return to the plain model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from megatron_vla.config.optimization import OptimizationConfig
+from megatron_vla.optimizations import activation_checkpoint
+
+Optimization = Callable[[nn.Module, OptimizationConfig, Callable[[str], None]], nn.Module]
+
+# Order matters: what swaps modules comes first, then what wraps their forward.
+OPTIMIZATIONS: tuple[Optimization, ...] = (activation_checkpoint.apply,)
+
+
+def apply_optimizations(model: nn.Module, config: OptimizationConfig, report: Callable[[str], None] = print) -> nn.Module:
+    """Apply the list; `report` receives one line per optimization that changed something (pass a rank-0 printer)."""
+    for optimization in OPTIMIZATIONS:
+        model = optimization(model, config, report)
+    return model
