@@ -47,7 +47,7 @@ def ends_all_ranks(rank: int, world_size: int) -> Iterator[None]:
     if world_size == 1:
         yield
         return
-    store = dist.distributed_c10d._get_default_store()
+    store: Any = dist.distributed_c10d._get_default_store()
     done = threading.Event()
     # A clone has its own connection: the original may be blocked by the main thread.
     watcher = threading.Thread(target=_watch, args=(store.clone(), rank, done), name="failure-watch", daemon=True)

@@ -1,9 +1,9 @@
 """AdamW with fp32 main parameters, all of whose step-dependent numbers live on the device.
 
-Decoupled decay and bias correction are those of torch.optim.AdamW (arXiv:1711.05101), in its order of operations. The update is
-one function over lists of flat tensors: whole parameters here, shards of contiguous buffers just as well. Learning rate and step
-are device scalars, so that a captured graph can replay the update with new values, and a non-finite step becomes an exact no-op
-(moments, decay and parameters untouched) without the host looking.
+Decoupled decay and bias correction are those of torch.optim.AdamW (arXiv:1711.05101), in its order of operations. The update
+is one function over lists of flat tensors: whole parameters here, shards of contiguous buffers just as well. Learning rate and
+step are device scalars, so that a captured graph can replay the update with new values, and a non-finite step becomes an exact
+no-op (moments, decay and parameters untouched) without the host looking.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def is_decay_only(parameter: Tensor) -> bool:
 
 
 def adamw_update(
-    mains: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
+    mains: list[Tensor],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
     coefficients: Coefficients,
     betas: tuple[float, float],
     eps: float,

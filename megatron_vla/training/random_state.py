@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ def capture(rank: int) -> dict[str, Tensor]:
     """States of Python's, NumPy's and torch's global generators, keyed `rank0.torch` and so on."""
     version, words, gauss = random.getstate()
     assert version == 3 and gauss is None, "random.gauss is not used in this project"
-    numpy_state = np.random.get_state(legacy=True)
+    numpy_state: Any = np.random.get_state(legacy=True)
     states = {
         "python": torch.tensor(words, dtype=torch.int64),
         "numpy": torch.tensor(np.asarray(numpy_state[1], dtype=np.int64)),

@@ -1,0 +1,230 @@
+"""The training loop: step, log, save, stop.
+
+The host never waits for the device inside an interval: losses are read once per --log-interval, and so is the finite check.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_vla.config.run import RunConfig
+from megatron_vla.data.batch import Batch
+from megatron_vla.models.registry import ModelFamily
+from megatron_vla.parallel.groups import ParallelGroups, shorten_timeouts
+from megatron_vla.runner.eager import EagerRunner
+from megatron_vla.training.checkpoint import TrainState, save_checkpoint
+from megatron_vla.training.logging import Position, RunLogger, WindowTiming, window_record
+from megatron_vla.training.metrics import MetricWindow, peak_memory_gib
+from megatron_vla.training.nonfinite import diagnose
+from megatron_vla.training.signals import StopSignals
+
+
+class TimedIterator:
+    """Counts the seconds that the loop waits for the next batch."""
+
+    def __init__(self, batches: Iterator[Batch]):
+        self._batches = batches
+        self.wait_seconds = 0.0
+
+    def __iter__(self) -> TimedIterator:
+        return self
+
+    def __next__(self) -> Batch:
+        start = time.perf_counter()
+        batch = next(self._batches)
+        self.wait_seconds += time.perf_counter() - start
+        return batch
+
+    def take_wait(self) -> float:
+        """Seconds since the last call."""
+        seconds, self.wait_seconds = self.wait_seconds, 0.0
+        return seconds
+
+
+@dataclass
+class TrainingRun:
+    """Everything that the loop works on. `supply` is the DataSupply of data/build.py."""
+
+    config: RunConfig
+    family: ModelFamily
+    groups: ParallelGroups
+    supply: Any
+    runner: EagerRunner
+    state: TrainState
+
+
+def train(run: TrainingRun) -> None:
+    """Train until --train-iters, --exit-interval or a stop signal; saves at the end when --save is given.
+
+    Raises NonFiniteError (with the cause) when a loss or gradient was not finite, RuntimeError when a checkpoint cannot be
+    written, and torch.OutOfMemoryError with the flags that help.
+    """
+    state, groups = run.state, run.groups
+    logger = RunLogger(run.config, state.iteration) if groups.is_main else None
+    try:
+        with StopSignals(groups) as signals:
+            _Loop(run, logger, signals).run()
+    except torch.OutOfMemoryError as exception:
+        raise torch.OutOfMemoryError(_memory_advice(run.config, exception)) from exception
+    finally:
+        if logger is not None:
+            logger.close()
+
+
+class _Loop:
+    """State of the loop that nothing else needs."""
+
+    def __init__(self, run: TrainingRun, logger: RunLogger | None, signals: StopSignals):
+        self.run_parts = run
+        self.config = run.config
+        self.state = run.state
+        self.groups = run.groups
+        self.logger = logger
+        self.signals = signals
+        self.global_batch_size = run.config.global_batch_size(run.groups.world_size)
+        self.window = MetricWindow()
+        self.window_start = time.perf_counter()
+        self.saved_at: int | None = None
+
+    def run(self) -> None:
+        training = self.config.training
+        first = self.state.iteration
+        # Opened inside StopSignals: worker processes inherit handlers that leave Ctrl-C to this process.
+        with closing(self._open(self.state.consumed_samples, max(0, training.train_iters - first))) as source:
+            batches = TimedIterator(source)
+            reason = "all iterations are done"
+            while self.state.iteration < training.train_iters:
+                self._step(batches)
+                if self.state.iteration == first + 1:
+                    shorten_timeouts(self.config.parallel, self.groups)
+                iteration = self.state.iteration
+                stop = self.signals.poll()
+                leave = training.exit_interval is not None and iteration % training.exit_interval == 0
+                interval = self.config.checkpoint.save_interval
+                save = interval is not None and iteration % interval == 0
+                if iteration % self.config.logging.log_interval == 0 or stop or leave or save:
+                    self._flush(batches)
+                if save or ((stop or leave) and self.config.checkpoint.save is not None):
+                    self._save()
+                if stop or leave:
+                    reason = "stop signal" if stop else f"--exit-interval {training.exit_interval}"
+                    break
+            self._flush(batches)
+            self.signals.finish()
+            self._finish(reason)
+
+    def _open(self, consumed_samples: int, num_iterations: int) -> Any:
+        """This rank's micro-batches (a generator) from a position in the order of samples."""
+        groups = self.groups
+        return self.run_parts.supply.iterator(
+            consumed_samples, groups.data_parallel_rank, groups.data_parallel_size, num_iterations, groups.device.type == "cuda"
+        )
+
+    def _step(self, batches: TimedIterator) -> None:
+        learning_rate = self.state.schedule.learning_rate(self.state.consumed_samples)
+        metrics = self.run_parts.runner.step(batches, learning_rate)
+        self.state.iteration += 1
+        self.state.consumed_samples += self.global_batch_size
+        self.window.append(self.state.iteration, learning_rate, metrics)
+        if self.logger is not None:
+            self.logger.live(f"iteration {self.state.iteration}/{self.config.training.train_iters}")
+
+    def _flush(self, batches: TimedIterator) -> None:
+        """Read the window's numbers (the only host-device synchronisation), check them, write them."""
+        count = len(self.window)
+        if not count:
+            return
+        records = self.window.read()
+        seconds = time.perf_counter() - self.window_start
+        bad = next((r for r in records if not r.is_finite), None)
+        if bad is not None and self.config.training.check_for_nan_in_loss_and_grad:
+            start = self.state.consumed_samples - (self.state.iteration - bad.iteration + 1) * self.global_batch_size
+            with closing(self._open(start, 1)) as again:
+                module = self.state.module
+                raise diagnose(self.run_parts.family, module, self.groups, again, bad.iteration, bad.loss)
+        timing = self._timing(batches.take_wait(), seconds, count)
+        if self.logger is not None:
+            position = Position(
+                consumed_samples=self.state.consumed_samples,
+                epoch=self.state.consumed_samples / max(1, self.run_parts.supply.num_samples),
+                remaining_iters=self.config.training.train_iters - self.state.iteration,
+            )
+            record = window_record(records, timing, position)
+            self.logger.window({**record, **self.run_parts.supply.metrics()})
+        self.window_start = time.perf_counter()
+
+    def _timing(self, wait_seconds: float, seconds: float, count: int) -> WindowTiming:
+        """Worst rank's data wait and memory: one slow loader holds everybody up."""
+        gathered: list[Any] = [None] * self.groups.world_size
+        mine = (wait_seconds, peak_memory_gib(self.groups.device))
+        dist.all_gather_object(gathered, mine, group=self.groups.host_group)
+        waits = [wait for wait, _ in gathered]
+        return WindowTiming(
+            seconds=seconds,
+            data_wait_seconds=max(waits),
+            data_wait_rank=waits.index(max(waits)),
+            peak_memory_gib=max(peak for _, peak in gathered),
+            samples=count * self.global_batch_size,
+        )
+
+    def _save(self) -> None:
+        if self.config.checkpoint.save is None or self.saved_at == self.state.iteration:
+            return
+        start = time.perf_counter()
+        path = save_checkpoint(self.state, self.config, self.groups, self.run_parts.supply)
+        self.saved_at = self.state.iteration
+        if self.logger is not None:
+            self.logger.message(f"saved {path} in {time.perf_counter() - start:.1f} s")
+            self.logger.draw_curve()
+        # A save is not part of the next window's step time.
+        self.window_start = time.perf_counter()
+
+    def _finish(self, reason: str) -> None:
+        """Last checkpoint, curve, and the line that says how to go on."""
+        self._save()
+        if self.logger is None:
+            return
+        curve = self.logger.draw_curve()
+        if curve is not None:
+            self.logger.message(f"metrics and loss curve: {curve.parent}")
+        done = f"finished at iteration {self.state.iteration} ({reason})"
+        if self.config.checkpoint.save is None:
+            self.logger.message(f"{done}; nothing was saved (no --save)")
+            return
+        self.logger.message(f"{done}; checkpoint: {self.config.checkpoint.save}")
+        self.logger.message(f"to go on: {resume_command(self.config, self.groups.world_size)}")
+
+
+def resume_command(config: RunConfig, world_size: int) -> str:
+    """The command line that continues this run."""
+    words = list(sys.argv)
+    if config.checkpoint.load != config.checkpoint.save:
+        words += ["--load", str(config.checkpoint.save)]
+    if config.training.train_iters and "--train-iters" in words:
+        position = words.index("--train-iters") + 1
+        words[position] = words[position] if position < len(words) else ""
+    launcher = ["torchrun", f"--nproc-per-node={world_size}"] if world_size > 1 else [Path(sys.executable).name]
+    return shlex.join([*launcher, *words])
+
+
+def _memory_advice(config: RunConfig, exception: BaseException) -> str:
+    """What to change when memory runs out, in the order of how little it costs."""
+    micro = config.training.micro_batch_size
+    advice = []
+    if not config.optimization.activation_checkpoint_module_patterns:
+        advice.append("recompute activations with --activation-checkpoint-module-patterns")
+    if micro > 1:
+        advice.append(f"lower --micro-batch-size {micro} (keep --global-batch-size: the rest is accumulated)")
+    if not config.model.bf16:
+        advice.append("compute in --bf16")
+    return f"{exception}\nout of memory: {'; '.join(advice) or 'use more GPUs or a smaller model'}"
