@@ -20,7 +20,7 @@ help:
 	@echo "make test              all CPU tests, linter and type checker"
 	@echo "make test-distributed  only the multi-process tests"
 	@echo "make lint | format     linter and type checker | rewrite the formatting"
-	@echo "make docs              regenerate docs/flags.md"
+	@echo "make docs              regenerate docs/flags.md and the README's table"
 	@echo "make install           only the virtual environment ($(VENV))"
 	@echo "make clean             remove caches and the quickstart's outputs (not $(VENV): rm -r it by hand)"
 
@@ -56,6 +56,7 @@ format: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m megatron_vla.config.docs > docs/flags.md.new && mv docs/flags.md.new docs/flags.md
+	$(BIN)/python tools/benchmark_table.py --write
 
 clean:
 	rm -rf outputs .pytest_cache .mypy_cache .ruff_cache build *.egg-info
