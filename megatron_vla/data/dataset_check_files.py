@@ -40,14 +40,18 @@ class Found:
         self.bad_episodes |= other.bad_episodes
 
 
-def check_table(table: EpisodeTable) -> Found:
-    """Rules that need only the metadata: totals, lengths, stored row ranges, order of the episodes in each video file."""
+def check_table(table: EpisodeTable, keep_E: np.ndarray | None = None) -> Found:
+    """Rules that need only the metadata: totals, lengths, stored row ranges, order of the episodes in each video file.
+
+    `table` is the whole dataset; faults of episodes where `keep_E` (bool [E]) is False are not reported.
+    """
     found = Found()
+    keep_E = np.ones(table.num_episodes, dtype=bool) if keep_E is None else keep_E
     numbers, counts = np.unique(table.episode_index_E, return_counts=True)
     twice = numbers[counts > 1]
     if len(twice):
         found.add(error("meta/episodes", f"episode {', '.join(map(str, twice[:8]))} is listed twice", "keep one entry each"))
-    empty = np.flatnonzero(table.length_E <= 0)
+    empty = np.flatnonzero((table.length_E <= 0) & keep_E)
     if len(empty):
         found.add(error("meta/episodes", f"{named_episodes(table, empty)}: length 0 or less", EXCLUDE_HINT), empty)
     for key, value in (("total_episodes", table.num_episodes), ("total_frames", table.num_frames)):
@@ -57,20 +61,20 @@ def check_table(table: EpisodeTable) -> Found:
                 warning("meta/info.json", f"{key} {stated}; the episode list has {value}", "trained as the episode list says")
             )
     if table.stored_from_index_E is not None:
-        found.merge(_check_row_ranges(table))
+        found.merge(_check_row_ranges(table, keep_E))
     for camera, video in table.videos.items():
-        found.merge(_check_intervals(table, camera, video))
+        found.merge(_check_intervals(table, camera, video, keep_E))
     return found
 
 
-def _check_row_ranges(table: EpisodeTable) -> Found:
+def _check_row_ranges(table: EpisodeTable, keep_E: np.ndarray) -> Found:
     """Stored dataset_from_index/dataset_to_index must be the running sum of the lengths."""
     found = Found()
     ends = np.cumsum(table.length_E)
     wrong = table.stored_from_index_E != ends - table.length_E
     if table.stored_to_index_E is not None:
         wrong |= table.stored_to_index_E != ends
-    rows = np.flatnonzero(wrong)
+    rows = np.flatnonzero(wrong & keep_E)
     if len(rows):
         first = rows[0]
         assert table.stored_from_index_E is not None
@@ -87,12 +91,12 @@ def _check_row_ranges(table: EpisodeTable) -> Found:
     return found
 
 
-def _check_intervals(table: EpisodeTable, camera: str, video: VideoFiles) -> Found:
+def _check_intervals(table: EpisodeTable, camera: str, video: VideoFiles, keep_E: np.ndarray) -> Found:
     """Episode intervals of one file must be in order, without overlap, and as long as the episode."""
     found = Found()
     half = table.frame_duration() / 2
     spans = video.to_timestamp_E - video.from_timestamp_E
-    wrong = np.flatnonzero(np.abs(spans - table.length_E * table.frame_duration()) > half)
+    wrong = np.flatnonzero((np.abs(spans - table.length_E * table.frame_duration()) > half) & keep_E)
     if len(wrong):
         e = wrong[0]
         found.add(
@@ -106,7 +110,7 @@ def _check_intervals(table: EpisodeTable, camera: str, video: VideoFiles) -> Fou
         )
     order = np.lexsort((table.episode_index_E, video.files.file_of_E))
     before, after = order[:-1], order[1:]
-    same_file = video.files.file_of_E[before] == video.files.file_of_E[after]
+    same_file = (video.files.file_of_E[before] == video.files.file_of_E[after]) & keep_E[before] & keep_E[after]
     overlap = same_file & (video.from_timestamp_E[after] < video.to_timestamp_E[before] - half)
     for a, b in zip(before[overlap], after[overlap], strict=True):
         found.add(
@@ -213,7 +217,7 @@ def container_frames(path: Path, fps: float) -> tuple[int, float | None]:
                 if last.pos + last.size > path.stat().st_size:
                     raise ValueError("cut off: the index points beyond the end of the file")
             frames = stream.frames
-            if not frames and stream.duration:
+            if not frames and stream.duration and stream.time_base:
                 frames = round(float(stream.duration * stream.time_base * fps_fraction(fps)))
             rate = float(stream.average_rate) if stream.average_rate else None
             return int(frames), rate

@@ -63,7 +63,7 @@ class PyAVDecoder:
         self._stream.thread_type = "SLICE"
         self._stream.codec_context.thread_count = 1
         self._start: int = self._stream.start_time or 0
-        self._time_base = Fraction(self._stream.time_base)
+        self._time_base: Fraction = self._stream.time_base or Fraction(1, 90_000)
         self._frame_duration = 1 / fps_fraction(fps) / self._time_base  # in time base units
         self._errors = (av.error.FFmpegError,)
         self._decoded: Any = None  # running decode iterator
