@@ -17,7 +17,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,13 +132,13 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl that carry a loss, in the order written (iterations repeat after a resume)."""
-    if not path.exists():
-        return []
+def read_losses(save: Path) -> dict[int, float]:
+    """Loss of every logged iteration."""
+    path = save / "logs/metrics.jsonl"
     # The last line may be half written while the run is going on.
-    lines = [line for line in path.read_text().split("\n")[:-1] if line]
-    return [entry for entry in map(json.loads, lines) if "loss" in entry]
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    records = [json.loads(line) for line in lines]
+    return {i: loss for record in records for i, loss in zip(record["iterations"], record["losses"], strict=True)}
 
 
 def saved_iteration(save: Path) -> int:
@@ -148,55 +147,17 @@ def saved_iteration(save: Path) -> int:
     return int(path.read_text()) if path.exists() else 0
 
 
-def train_and_kill(command: Sequence[str], save: Path, half: int) -> int:
-    """Start training, SIGKILL it a little after the checkpoint of iteration `half`; the last iteration that was logged."""
-    metrics = save / "logs/metrics.jsonl"
+def train_and_kill(command: Sequence[str], save: Path, half: int) -> dict[int, float]:
+    """Start training and SIGKILL it a little after the checkpoint of iteration `half`; the losses logged until then."""
     process = start(command)
     while process.poll() is None:
-        reached = read_metrics(metrics)[-1:]
-        if saved_iteration(save) >= half and reached and reached[0]["iteration"] >= half + 10:
+        losses = read_losses(save)
+        if saved_iteration(save) >= half and max(losses, default=0) >= half + 10:
             kill_tree(process)
-            print(
-                f"   killed (SIGKILL) after iteration {reached[0]['iteration']}; checkpoint: iteration {saved_iteration(save)}"
-            )
-            return int(reached[0]["iteration"])
+            print(f"   killed (SIGKILL) after iteration {max(losses)}; checkpoint: iteration {saved_iteration(save)}")
+            return losses
         time.sleep(0.05)
-    if process.returncode != 0:
-        raise SystemExit(f"quickstart stopped: training ended with exit status {process.returncode}, see above")
-    return saved_iteration(save)
-
-
-def replay_difference(metrics: Sequence[dict[str, Any]]) -> tuple[int, float] | None:
-    """(iterations logged twice, largest loss difference) around the resume; None when nothing was replayed."""
-    resumes = [i for i, (a, b) in enumerate(pairwise(metrics), 1) if b["iteration"] <= a["iteration"]]
-    if not resumes:
-        return None
-    before = {entry["iteration"]: entry["loss"] for entry in metrics[: resumes[-1]]}
-    after = {entry["iteration"]: entry["loss"] for entry in metrics[resumes[-1] :]}
-    both = sorted(set(before) & set(after))
-    return len(both), max(abs(before[i] - after[i]) for i in both)
-
-
-def plot_losses(metrics: Sequence[dict[str, Any]], kill_iteration: int, path: Path) -> None:
-    """PNG of the loss over iterations, before and after the kill."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    split = next((i for i, (a, b) in enumerate(pairwise(metrics), 1) if b["iteration"] <= a["iteration"]), len(metrics))
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for part, label, style in ((metrics[:split], "first run", "o-"), (metrics[split:], "resumed", "x--")):
-        if part:
-            axes.plot([e["iteration"] for e in part], [e["loss"] for e in part], style, label=label, markersize=4)
-    if kill_iteration:
-        axes.axvline(kill_iteration, color="grey", linestyle=":", label="killed")
-    axes.set(xlabel="iteration", ylabel="flow-matching loss", title="Pi0.5 (small) on three MetaWorld tasks")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    raise SystemExit(f"quickstart stopped: training ended before it was killed, exit status {process.returncode}, see above")
 
 
 def as_flags(values: Mapping[str, object]) -> list[str]:
@@ -220,32 +181,31 @@ def training_command(config: QuickstartConfig, output: Path, train_iters: int) -
     ]
 
 
-def report(config: QuickstartConfig, output: Path, stages: Stages, kill_iteration: int) -> None:
-    """Plot and closing page. SystemExit when the loss did not fall: this is also a test."""
+def report(config: QuickstartConfig, output: Path, stages: Stages, losses_until_kill: Mapping[int, float]) -> None:
+    """The closing page. SystemExit when the loss did not fall: this is also a test."""
     save = output / "checkpoints"
-    metrics = read_metrics(save / "logs/metrics.jsonl")
-    plot = output / "loss.png"
-    plot_losses(metrics, kill_iteration, plot)
-    count = max(1, len({e["iteration"] for e in metrics}) // 10)
-    before = sum(e["loss"] for e in metrics[:count]) / count
-    after = sum(e["loss"] for e in metrics[-count:]) / count
+    logs = save / "logs"
+    losses = [loss for _, loss in sorted(read_losses(ROOT / save).items())]
+    count = max(1, len(losses) // 16)
+    before, after = sum(losses[:count]) / count, sum(losses[-count:]) / count
+    replayed = {i: abs(loss - losses_until_kill[i]) for i, loss in read_losses(ROOT / save).items() if i in losses_until_kill}
+    replayed = {i: difference for i, difference in replayed.items() if i > config.train_iters // 2}
     print("\n== done")
-    print(f"loss before         {before:.4f}")
-    print(f"loss after          {after:.4f}   ({config.train_iters} iterations)")
-    replayed = replay_difference(metrics)
+    print(f"loss before         {before:.4f}   (mean of the first {count} of {len(losses)} iterations)")
+    print(f"loss after          {after:.4f}   (mean of the last {count})")
     if replayed:
-        print(f"kill and resume     {replayed[0]} logged intervals ran twice, largest loss difference {replayed[1]:.1e}")
+        print(f"killed and resumed  {len(replayed)} iterations ran twice, largest loss difference {max(replayed.values()):.1e}")
     print(f"checkpoint          {save / f'iter_{config.train_iters:07d}'}")
-    print(f"first-batch picture {save / 'logs/first_batch.png'}")
-    print(f"loss plot           {plot}")
-    print(f"metrics             {save / 'logs/metrics.jsonl'}   (TensorBoard: {save / 'logs/tensorboard'})")
+    print(f"first-batch picture {logs / 'first_batch.png'}")
+    print(f"loss plot           {logs / 'loss_curve.png'}")
+    print(f"metrics             {logs / 'metrics.jsonl'}   (TensorBoard: {logs / 'tensorboard'})")
     print(f"recorded scenes     {output / 'demonstrations/montage.png'}")
     times = {"install": config.install_seconds, **stages.seconds}
     print(f"time                {', '.join(f'{name} {seconds:.0f} s' for name, seconds in times.items())}")
     print(f"                    {sum(times.values()):.0f} s in total")
-    more = config.train_iters * 5
+    more = training_command(config, output, config.train_iters * 5)
     print("\nTo go on, for example for five times as long:\n")
-    print(f"OMP_NUM_THREADS=1 {shlex.join([*training_command(config, output, more), '--override-resume-flags'])}\n")
+    print(f"OMP_NUM_THREADS=1 {shlex.join([*more, '--override-resume-flags'])}\n")
     if not after < before:
         raise SystemExit(f"quickstart failed: the loss did not fall ({before:.4f} -> {after:.4f})")
 
@@ -280,19 +240,20 @@ def quickstart(config: QuickstartConfig) -> None:
     with stages.stage("check data"):
         run(python_command("tools/check_dataset.py", demonstrations))
     command = training_command(config, output, config.train_iters)
-    kill_file = ROOT / output / "killed_at_iteration.txt"
+    kill_file = ROOT / output / "losses_until_kill.json"
     with stages.stage("train, kill"):
         if saved_iteration(ROOT / save) >= half:
             print(f"   checkpoint of iteration {saved_iteration(ROOT / save)} is there, reused")
         else:
-            kill_file.write_text(str(train_and_kill(command, ROOT / save, half)))
+            kill_file.write_text(json.dumps(train_and_kill(command, ROOT / save, half)))
     with stages.stage("resume"):
         if saved_iteration(ROOT / save) >= config.train_iters:
             print("   training is complete, reused")
         else:
             run(command)
-    kill_iteration = int(kill_file.read_text()) if kill_file.exists() else 0
-    report(config, ROOT / output, stages, kill_iteration)
+    # JSON turns the iterations into text.
+    until_kill = json.loads(kill_file.read_text()) if kill_file.exists() else {}
+    report(config, output, stages, {int(iteration): loss for iteration, loss in until_kill.items()})
 
 
 if __name__ == "__main__":
