@@ -16,7 +16,6 @@ from megatron_vla.data.image import check_image_range
 from megatron_vla.data.loader import DrawnSamples, RobotSource, SampleSource, StageTimes, load_micro_batches
 from megatron_vla.data.mock import MockSource
 from megatron_vla.data.preprocess import Preprocessor
-from megatron_vla.data.robot_data import prepare_robot_data
 from megatron_vla.data.sampler import GlobalOrder, MicroBatchSampler
 from megatron_vla.findings import CheckError, Finding, error
 
@@ -131,6 +130,9 @@ def build_data(config: RunConfig, family: Any) -> DataSupply:
     """Check the data and build its supply. Raises CheckError with everything that is wrong; prints on rank 0 only."""
     if config.data.mock_data:
         return _build_mock(config)
+    # Only here: mock data must run where no video library is installed.
+    from megatron_vla.data.robot_data import prepare_robot_data
+
     quiet = int(os.environ.get("RANK", "0")) != 0
     prepared = prepare_robot_data(config, state_is_model_input="state_BD" in family.batch_fields)
     if not quiet:

@@ -201,30 +201,49 @@ def padded_fraction(dataset: RobotDataset, samples: np.ndarray, horizon: int) ->
     return float(np.maximum(0, horizon - steps_left_n).mean() / horizon)
 
 
-def _open_dataset(
-    config: RunConfig, state_is_model_input: bool, findings: list[Finding]
-) -> tuple[RobotDataset | None, CameraMap | None]:
-    """Metadata, camera map, widths and files; problems go to `findings`."""
+@dataclass(frozen=True)
+class OpenedColumns:
+    """A dataset whose low-dimensional columns were checked; `findings` may hold errors. `samples`: dataset rows to train on."""
+
+    dataset: RobotDataset
+    names: dict[str, tuple[str, ...]]
+    samples: np.ndarray
+    findings: list[Finding]
+    is_finite: bool
+
+
+def read_table(config: RunConfig) -> EpisodeTable:
+    """Metadata of the dataset. Raises CheckError."""
     data = config.data
     if not data.data_path:
-        findings.append(error("--data-path", "no dataset given", "name a LeRobot dataset folder, or use --mock-data"))
-        return None, None
+        raise CheckError([error("--data-path", "no dataset given", "name a LeRobot dataset folder, or use --mock-data")])
     try:
-        table, _ = read_metadata(data.data_path[0])
+        return read_metadata(data.data_path[0])[0]
     except ValueError as problem:
-        findings.append(error("--data-path", str(problem), "give the root folder of a LeRobot dataset"))
-        return None, None
-    cameras, camera_findings = parse_camera_map(data.camera_map, data.num_images, table.cameras)
-    findings += camera_findings
+        raise CheckError([error("--data-path", str(problem), "give the root folder of a LeRobot dataset")]) from problem
+
+
+def open_columns(
+    config: RunConfig, table: EpisodeTable, camera_keys: tuple[str, ...], state_is_model_input: bool = False
+) -> OpenedColumns:
+    """Open the dataset and check keys, widths, instructions and finite values. Raises CheckError when it cannot be opened."""
+    data = config.data
     feature_findings = _feature_findings(config, table, state_is_model_input)
-    findings += feature_findings
-    if feature_findings:
-        return None, cameras
-    try:
-        return build_robot_dataset(data, config.family.action_horizon, cameras.keys if cameras else ()), cameras
-    except CheckError as problems:
-        findings += problems.findings
-        return None, cameras
+    raise_errors(feature_findings)
+    dataset = build_robot_dataset(data, config.family.action_horizon, camera_keys)
+    names = {
+        "state": dimension_names(table.features.get(data.state_key), dataset.state_ND.shape[-1]),
+        "actions": dimension_names(table.features.get(data.action_key), dataset.actions_ND.shape[-1]),
+    }
+    keep_N, findings = _empty_instruction_samples(config, dataset)
+    finite_N, finite_findings = check_nonfinite(dataset, config.family.action_horizon, data.drop_nonfinite, names)
+    samples = np.flatnonzero(keep_N & finite_N)
+    findings = [*feature_findings, *findings, *finite_findings]
+    if not len(samples):
+        what = f"no sample of {len(dataset)} is left"
+        findings.append(error("--data-path", what, "see --empty-instruction, --drop-nonfinite, --exclude-episodes-file"))
+    is_finite = len(samples) > 0 and not any(f.severity == "error" for f in finite_findings)
+    return OpenedColumns(dataset, names, samples, findings, is_finite)
 
 
 def prepare_robot_data(config: RunConfig, state_is_model_input: bool) -> PreparedData:
@@ -232,43 +251,37 @@ def prepare_robot_data(config: RunConfig, state_is_model_input: bool) -> Prepare
 
     `state_is_model_input`: the model reads Batch.state_BD itself (then its width is limited), not only through the prompt.
     """
-    data, model = config.data, config.family
-    findings: list[Finding] = []
-    dataset, cameras = _open_dataset(config, state_is_model_input, findings)
-    tokenizer, tokenizer_findings = load_tokenizer(data.tokenizer_model, model.vocab_size)
+    data = config.data
+    table = read_table(config)
+    cameras, findings = parse_camera_map(data.camera_map, data.num_images, table.cameras)
+    tokenizer, tokenizer_findings = load_tokenizer(data.tokenizer_model, config.family.vocab_size)
     findings += tokenizer_findings
-    if dataset is None:
-        raise CheckError(findings)
-    transform = stream_transform(config)
-    names = {
-        "state": dimension_names(dataset.table.features.get(data.state_key), dataset.state_ND.shape[-1]),
-        "actions": dimension_names(dataset.table.features.get(data.action_key), dataset.actions_ND.shape[-1]),
-    }
-    keep_N, instruction_findings = _empty_instruction_samples(config, dataset)
-    finite_N, finite_findings = check_nonfinite(dataset, transform.horizon, data.drop_nonfinite, names)
-    keep_N &= finite_N
-    findings += [*instruction_findings, *finite_findings]
-    samples = np.flatnonzero(keep_N)
+    try:
+        opened = open_columns(config, table, cameras.keys if cameras else (), state_is_model_input)
+    except CheckError as problems:
+        raise CheckError([*findings, *problems.findings]) from problems
+    dataset, samples = opened.dataset, opened.samples
+    findings += opened.findings
     if tokenizer is not None:
         findings += _prompt_findings(config, dataset, tokenizer)
-    if not len(samples):
-        findings.append(error("--data-path", "no sample is left", "see --empty-instruction and --drop-nonfinite above"))
-    raise_errors(([f for f in finite_findings if f.severity == "error"] and findings) or [])
-    statistics, statistics_findings, line = _statistics(config, dataset, transform, samples)
-    findings += statistics_findings
+    transform = stream_transform(config)
+    statistics, statistics_line = None, ""
+    if opened.is_finite:
+        statistics, statistics_findings, statistics_line = _statistics(config, dataset, transform, samples)
+        findings += statistics_findings
     if statistics is None or cameras is None or tokenizer is None:
         raise CheckError(findings)
     preprocessor = Preprocessor(_settings(config, dataset, cameras, transform), statistics, tokenizer)
-    table, range_findings = range_table(
-        sanity_rows(preprocessor, dataset, transform, samples), names, data.max_out_of_range_fraction
+    ranges, range_findings = range_table(
+        sanity_rows(preprocessor, dataset, transform, samples), opened.names, data.max_out_of_range_fraction
     )
     findings += range_findings if data.normalization != "identity" else []
     raise_errors(findings)
     summary = [
-        f"data: {data.data_path[0]}: {dataset.table.num_episodes} episodes, {len(samples)} of {len(dataset)} samples",
+        f"data: {data.data_path[0]}: {table.num_episodes} episodes, {len(samples)} of {len(dataset)} samples",
         f"cameras: {' '.join(cameras.to_flag_values())}, {cameras.num_images} image slots",
-        line,
-        *format_range_table(table),
+        statistics_line,
+        *format_range_table(ranges),
         *(str(finding) for finding in findings),
     ]
     rows = None if len(samples) == len(dataset) else samples

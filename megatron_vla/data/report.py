@@ -1,0 +1,206 @@
+"""First-batch report: what the model really sees, as text, JSON and a picture.
+
+Shape legend: as data/batch.py; S side of an image.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+
+from megatron_vla.data.batch import Batch
+from megatron_vla.data.image import pixels_to_model_range
+from megatron_vla.data.preprocess import Preprocessor
+from megatron_vla.findings import Finding, warning
+
+MAX_SAMPLES = 4
+CAPTION_HEIGHT = 30
+PROMPT_HEIGHT = 64
+MIN_TILE = 160
+PICTURE_NAME = "first_batch.png"
+JSON_NAME = "first_batch.json"
+
+
+def _view_labels(batch: Batch, preprocessor: Preprocessor | None) -> list[tuple[str, str]]:
+    """(slot name, camera key) of each view."""
+    num_views = batch.images_BVCHW.shape[1]
+    if preprocessor is None:
+        return [(f"view_{i}", "mock") for i in range(num_views)]
+    cameras = preprocessor.settings.camera_map
+    keys = [*cameras.keys, *("no camera" for _ in range(num_views - len(cameras.keys)))]
+    return list(zip(cameras.slot_names(), keys, strict=True))
+
+
+def _prompts(batch: Batch, preprocessor: Preprocessor | None, num_samples: int) -> list[str]:
+    prompts = []
+    for tokens_L, is_valid_L in zip(batch.tokens_BL[:num_samples], batch.token_is_valid_BL[:num_samples], strict=True):
+        ids = tokens_L[is_valid_L].tolist()
+        prompts.append(f"{len(ids)} random tokens" if preprocessor is None else preprocessor.tokenizer.decode(ids))
+    return prompts
+
+
+def _rows(feature: str, names: tuple[str, ...], before_ND: np.ndarray, after_ND: np.ndarray) -> list[dict[str, Any]]:
+    return [
+        {
+            "feature": feature,
+            "dim": dim,
+            "name": names[dim],
+            "physical_min": float(before_ND[:, dim].min()),
+            "physical_max": float(before_ND[:, dim].max()),
+            "normalized_min": float(after_ND[:, dim].min()),
+            "normalized_max": float(after_ND[:, dim].max()),
+        }
+        for dim in range(len(names))
+    ]
+
+
+def range_rows(batch: Batch, preprocessor: Preprocessor) -> list[dict[str, Any]]:
+    """Ranges of every state and action dimension in this batch, before and after normalization.
+
+    The physical values come from the normalized ones through the inverse transform, so the table also shows that it works.
+    """
+    settings = preprocessor.settings
+    state_ND = batch.state_BD[:, : settings.state_dim].numpy()
+    actions_BTD = batch.actions_BTA[:, :, : settings.action_dim].numpy()
+    physical_state_ND = preprocessor.state_normalizer.unnormalize(state_ND)
+    physical_BTD = preprocessor.unnormalize_actions(batch.actions_BTA.numpy(), physical_state_ND)
+    return _rows("state", settings.state_names, physical_state_ND, state_ND) + _rows(
+        "action",
+        settings.action_names,
+        physical_BTD.reshape(-1, settings.action_dim),
+        actions_BTD.reshape(-1, settings.action_dim),
+    )
+
+
+def padded_action_fraction(batch: Batch, preprocessor: Preprocessor | None) -> float | None:
+    """Share of action steps beyond the episode's end; None when --action-loss keeps them in the loss mask."""
+    if preprocessor is not None and preprocessor.settings.action_loss != "valid":
+        return None
+    return 1.0 - float(batch.action_is_valid_BTA[..., 0].float().mean())
+
+
+def padding_finding(padded: float, expected: float, num_steps: int) -> Finding | None:
+    """Warning when far more action steps are padding than episode lengths and horizon imply.
+
+    Three standard errors of a share are allowed on top of twice the expectation: a batch is a small sample.
+    """
+    slack = 3.0 * (max(expected, 1e-3) / max(1, num_steps)) ** 0.5
+    if padded <= 2.0 * expected + slack:
+        return None
+    return warning(
+        "first batch",
+        f"{padded:.1%} of the action steps lie beyond their episode's end; lengths and horizon imply {expected:.1%}",
+        "the episode ranges may be wrong: run tools/check_dataset.py",
+    )
+
+
+def summarize(
+    batch: Batch, preprocessor: Preprocessor | None, order_hash: str, expected_padded_fraction: float
+) -> tuple[dict[str, Any], list[Finding]]:
+    """(JSON-ready content, warnings) of a batch on the CPU."""
+    num_samples = min(MAX_SAMPLES, batch.size)
+    images = pixels_to_model_range(batch.images_BVCHW)
+    padded = padded_action_fraction(batch, preprocessor)
+    content: dict[str, Any] = {
+        "order_hash": order_hash,
+        "sample_index": batch.sample_index_B.tolist(),
+        "epoch": batch.epoch_B.tolist(),
+        "shapes": {name: [str(t.dtype), *t.shape] for name, t in batch.tensors().items()},
+        "image_range": [float(images.min()), float(images.max())],
+        "views": [
+            {"slot": slot, "camera": key, "present_fraction": float(batch.camera_is_present_BV[:, i].float().mean())}
+            for i, (slot, key) in enumerate(_view_labels(batch, preprocessor))
+        ],
+        "prompts": _prompts(batch, preprocessor, num_samples),
+        "prompt_valid_fraction": float(batch.token_is_valid_BL.float().mean()),
+        "longest_prompt": int(batch.token_is_valid_BL.sum(dim=1).max()),
+        "loss_element_fraction": float(batch.action_is_valid_BTA.float().mean()),
+        "padded_action_fraction": padded,
+        "expected_padded_action_fraction": expected_padded_fraction,
+        "flow_time": [float(batch.time_B.min()), float(batch.time_B.max())],
+        "ranges": [] if preprocessor is None else range_rows(batch, preprocessor),
+    }
+    findings = []
+    if padded is not None:
+        # Steps of one sample are padded together, so samples are what is counted.
+        found = padding_finding(padded, expected_padded_fraction, batch.size)
+        findings += [found] if found else []
+    return content, findings
+
+
+def format_report(content: dict[str, Any]) -> list[str]:
+    """Lines for people."""
+    lines = [f"first batch: order {content['order_hash']}, samples {content['sample_index'][:8]}"]
+    low, high = content["image_range"]
+    lines += [f"  view {v['slot']} <- {v['camera']} (present {v['present_fraction']:.0%})" for v in content["views"]]
+    lines += [f"  pixels {low:.3f} ... {high:.3f}; prompt slots used {content['prompt_valid_fraction']:.0%}"]
+    lines += [f"  prompt {prompt!r}" for prompt in content["prompts"][:2]]
+    padded = content["padded_action_fraction"]
+    shown = "not masked" if padded is None else f"{padded:.1%}"
+    lines += [
+        f"  action steps beyond the episode {shown} (expected {content['expected_padded_action_fraction']:.1%}); "
+        f"elements in the loss {content['loss_element_fraction']:.1%}"
+    ]
+    if content["ranges"]:
+        lines.append(f"  {'':<7}{'dimension':<26} {'physical min':>13} {'max':>11} {'normalized min':>15} {'max':>8}")
+    for row in content["ranges"]:
+        lines.append(
+            f"  {row['feature']:<7}{row['dim']:>3} {row['name'][:22]:<22} {row['physical_min']:>13.4f} "
+            f"{row['physical_max']:>11.4f} {row['normalized_min']:>15.3f} {row['normalized_max']:>8.3f}"
+        )
+    return lines
+
+
+def draw_picture(batch: Batch, content: dict[str, Any]) -> Image.Image:
+    """Every view of the first samples with its slot, camera and presence, and the decoded prompt below."""
+    num_samples = len(content["prompts"])
+    pixels = (pixels_to_model_range(batch.images_BVCHW[:num_samples]) + 1.0) * 127.5
+    pixels_BVHWC = pixels.round().clamp(0, 255).to(torch.uint8).permute(0, 1, 3, 4, 2).numpy()
+    side = max(MIN_TILE, pixels_BVHWC.shape[2])
+    num_views = pixels_BVHWC.shape[1]
+    row_height = CAPTION_HEIGHT + side + PROMPT_HEIGHT
+    picture = Image.new("RGB", (max(2, num_views) * (side + 8), num_samples * row_height), "white")
+    draw = ImageDraw.Draw(picture)
+    for sample in range(num_samples):
+        top = sample * row_height
+        for view in range(num_views):
+            left = view * (side + 8)
+            label = content["views"][view]
+            is_present = bool(batch.camera_is_present_BV[sample, view])
+            caption = f"{label['slot']}{'' if is_present else ' [MASKED]'}\n{label['camera'][-side // 6 :]}"
+            draw.text((left + 2, top + 2), caption, fill="black" if is_present else "red")
+            tile = Image.fromarray(pixels_BVHWC[sample, view]).resize((side, side), Image.Resampling.NEAREST)
+            picture.paste(tile, (left, top + CAPTION_HEIGHT))
+        words = f"sample {content['sample_index'][sample]}: {content['prompts'][sample]!r}"
+        text = "\n".join(textwrap.wrap(words, picture.width // 6)[:4])
+        draw.text((2, top + CAPTION_HEIGHT + side + 2), text.encode("latin-1", "replace").decode("latin-1"), fill="black")
+    return picture
+
+
+def first_batch_report(
+    batch: Batch,
+    preprocessor: Preprocessor | None,
+    folder: Path | None,
+    *,
+    order_hash: str,
+    expected_padded_fraction: float = 0.0,
+) -> list[Finding]:
+    """Print the report; write first_batch.png and first_batch.json into `folder` (created) when given. Returns warnings.
+
+    `batch` is on the CPU. Call it on one rank.
+    """
+    content, findings = summarize(batch, preprocessor, order_hash, expected_padded_fraction)
+    lines = format_report(content) + [f"  {finding}" for finding in findings]
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        draw_picture(batch, content).save(folder / PICTURE_NAME)
+        (folder / JSON_NAME).write_text(json.dumps(content, indent=1) + "\n")
+        lines.append(f"  picture: {folder / PICTURE_NAME}")
+    print("\n".join(lines), flush=True)
+    return findings

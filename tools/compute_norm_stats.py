@@ -1,0 +1,101 @@
+"""Compute statistics.json of a robot dataset: the statistics that --statistics-path reads.
+
+    python tools/compute_norm_stats.py --data-path DATASET --model-variant base --output statistics.json
+
+Takes the data, model and model-family flags of pretrain_vla.py, so that the transformed stream is the one that training sees.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from megatron_vla.config.cli import StrictParser, add_section, build_section
+from megatron_vla.config.data import DataConfig
+from megatron_vla.config.model import ModelConfig
+from megatron_vla.config.run import SECTIONS, RunConfig
+from megatron_vla.data.robot_data import open_columns, read_table, stream_transform
+from megatron_vla.data.statistics import FeatureStatistics
+from megatron_vla.data.statistics_pass import compute_statistics
+from megatron_vla.findings import CheckError, raise_errors
+from megatron_vla.models.registry import model_family
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """Output: where the statistics go"""
+
+    output: str = "statistics.json"
+    """File to write."""
+
+    overwrite: bool = False
+    """Replace the file when it exists."""
+
+
+def parse(arguments: Sequence[str]) -> tuple[RunConfig, OutputConfig]:
+    """Flags -> (run configuration with only data and model set, output)."""
+    first_look = StrictParser(add_help=False)
+    add_section(first_look, ModelConfig)
+    model = build_section(ModelConfig, vars(first_look.parse_known_args(list(arguments))[0]))
+    family = model_family(model.model_name)
+    parser = StrictParser(prog="tools/compute_norm_stats.py", description=__doc__)
+    for section in (ModelConfig, DataConfig, family.config_type, OutputConfig):
+        add_section(parser, section)
+    given = parser.parse_flags(list(arguments))
+    if model.model_variant not in family.variants:
+        parser.error(f"--model-variant {model.model_variant}: {model.model_name} has {', '.join(family.variants)}")
+    sections = {name: build_section(kind, given) for name, kind in SECTIONS.items()}
+    config = RunConfig(**sections, family=build_section(family.config_type, given, family.variants[model.model_variant]))
+    return config, build_section(OutputConfig, given)
+
+
+def format_statistics(name: str, dimension_names: Sequence[str], feature: FeatureStatistics) -> list[str]:
+    """Table of one feature."""
+    columns = ("min", "q01", "mean", "q99", "max", "std")
+    lines = [f"{name:<10} {'dimension':<24}" + "".join(f"{column:>12}" for column in columns)]
+    for dim, label in enumerate(dimension_names):
+        lines.append(f"{'':<10} {dim:>3} {label[:20]:<20}" + "".join(f"{feature.values[c][dim]:>12.5g}" for c in columns))
+    return lines
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status: 0, or 1 with the findings printed."""
+    config, output = parse(arguments)
+    path = Path(output.output)
+    if path.exists() and not output.overwrite:
+        print(f"--output {path} exists; add --overwrite to replace it", file=sys.stderr)
+        return 1
+    try:
+        columns = open_columns(config, read_table(config), ())
+        raise_errors(columns.findings)
+    except CheckError as problems:
+        print(problems, file=sys.stderr)
+        return 1
+    for finding in columns.findings:
+        print(finding)
+    with tqdm(total=len(columns.samples), unit="sample", disable=None) as bar:
+        statistics = compute_statistics(
+            columns.dataset, stream_transform(config), columns.samples, config.data.statistics_quantiles, bar.update
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    statistics.save(path)
+    for name, feature in statistics.features.items():
+        print("\n".join(format_statistics(name, columns.names[name], feature)))
+    constant = {n: np.flatnonzero(f.values["q99"] - f.values["q01"] < 1e-3).tolist() for n, f in statistics.features.items()}
+    for name, dims in constant.items():
+        if dims:
+            print(
+                f"note: {name} dimension(s) {dims} hardly move (q99 - q01 < 0.001): rare values there normalize to huge numbers"
+            )
+    print(f"wrote {path} ({len(columns.samples)} samples, {statistics.quantiles} quantiles)")
+    print(f"use it with --statistics-path {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
