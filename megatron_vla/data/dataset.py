@@ -1,0 +1,338 @@
+"""RobotDataset: one sample per frame of a robot dataset: images, state, the following actions, and the instruction.
+
+Shape legend: N samples (one per frame of the kept episodes, in storage order), E episodes, H height, W width, C colours, T
+action horizon, D dimensions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_vla.config.data import DataConfig
+from megatron_vla.data.cameras import suggested_flag
+from megatron_vla.data.dataset_check import (
+    START_VIDEO_FILES,
+    CheckSettings,
+    check_columns,
+    instruction_codes,
+    missing_columns,
+    once,
+    padded_share,
+)
+from megatron_vla.data.dataset_check_columns import motion_facts
+from megatron_vla.data.dataset_check_files import Found, check_table, check_video_files
+from megatron_vla.data.episode_table import EpisodeTable
+from megatron_vla.data.frame_source import FrameSource
+from megatron_vla.data.lerobot_columns import Columns, named_episodes
+from megatron_vla.data.metadata import read_metadata
+from megatron_vla.data.video_probe import BackendChoice, choose_backend, files_by_codec
+from megatron_vla.findings import CheckError, Finding, error, raise_errors, warning
+
+# An open decoder: demuxer, codec context and about this many decoded pictures (reference frames and output).
+DECODER_BASE_BYTES = 6 << 20
+DECODER_PICTURES = 20
+PADDED_SHARE_LIMIT = 0.5
+
+
+@dataclass(frozen=True)
+class RawSample:
+    """One sample as the dataset has it.
+
+    images: camera -> uint8 RGB [H, W, C]; state_D float32; actions_TD float32: this frame's action and the following ones,
+    repeating the episode's last; action_is_in_episode_T bool: False where repeated; index: sample number; episode_index: the
+    dataset's own number.
+    """
+
+    index: int
+    episode_index: int
+    frame_index: int
+    images: dict[str, np.ndarray]
+    state_D: np.ndarray
+    actions_TD: np.ndarray
+    action_is_in_episode_T: np.ndarray
+    instruction: str
+
+
+class RobotDataset:
+    """Random access to samples. Low-dimensional columns are flat arrays in memory, frames are decoded on demand.
+
+    Picklable: spawned workers get the arrays through shared memory, forked ones share the parent's pages; decoders are
+    opened by the process that uses them. `findings` are the warnings of the start-up checks, `summary` lines for the log.
+    """
+
+    def __init__(
+        self,
+        table: EpisodeTable,
+        columns: Columns,
+        *,
+        state_key: str,
+        action_key: str,
+        cameras: Sequence[str],
+        action_horizon: int,
+        backend: str,
+        cache_size: int,
+        findings: Sequence[Finding] = (),
+        summary: Sequence[str] = (),
+    ):
+        self.table = table
+        self.cameras = tuple(cameras)
+        self.state_key, self.action_key = state_key, action_key
+        self.action_horizon = action_horizon
+        self.findings, self.summary = tuple(findings), tuple(summary)
+        self.frames = FrameSource(table, backend, cache_size)
+        self.state_ND = columns.values[state_key].reshape(columns.num_rows, -1)
+        self.actions_ND = columns.values[action_key].reshape(columns.num_rows, -1)
+        self.frame_of_N = columns.frame_of_R()
+        self._row_of_N = columns.episode_of_R()
+        self._first_E = columns.first_row_E
+        self._text_of_N, self._texts = instruction_codes(table, columns)
+
+    def __len__(self) -> int:
+        return len(self._row_of_N)
+
+    @property
+    def episode_of_N(self) -> np.ndarray:
+        """The dataset's own episode number of each sample, int64 [N]."""
+        return self.table.episode_index_E[self._row_of_N]
+
+    def __getitem__(self, index: int) -> RawSample:
+        """Sample `index`. Raises ValueError naming file, episode, camera and frame when a picture cannot be had."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        row, frame = int(self._row_of_N[index]), int(self.frame_of_N[index])
+        actions_TD, is_in_episode_T = self.action_chunk(index)
+        return RawSample(
+            index=int(index),
+            episode_index=int(self.table.episode_index_E[row]),
+            frame_index=frame,
+            images={camera: self.frames.frames(camera, row, [frame])[0] for camera in self.cameras},
+            state_D=self.state_ND[index].copy(),
+            actions_TD=actions_TD,
+            action_is_in_episode_T=is_in_episode_T,
+            instruction=self.instruction(index),
+        )
+
+    def action_chunk(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(actions_TD float32, is_in_episode_T bool) from sample `index` on, repeating the episode's last action."""
+        last = int(self._first_E[self._row_of_N[index] + 1]) - 1
+        wanted = index + np.arange(self.action_horizon)
+        return self.actions_ND[np.minimum(wanted, last)], wanted <= last
+
+    def instruction(self, index: int) -> str:
+        """Task text of sample `index`; empty if it has none."""
+        code = int(self._text_of_N[index])
+        return self._texts[code] if code >= 0 else ""
+
+    def idle_N(self) -> np.ndarray:
+        """bool [N]: no state dimension moves to the next frame by more than 0.1 % of its range."""
+        columns = Columns({self.state_key: self.state_ND}, self._first_E)
+        idle: np.ndarray = motion_facts(columns, self.state_key)["idle_R"]
+        return idle
+
+    def fingerprint(self) -> str:
+        """Names the numbers that statistics are made of: rate, episodes, states and actions; the same for every file format."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(
+            repr((self.table.fps, self.state_key, self.action_key, self.state_ND.shape, self.actions_ND.shape)).encode()
+        )
+        for array in (self.table.episode_index_E, self.table.length_E, self.state_ND, self.actions_ND):
+            digest.update(np.ascontiguousarray(array).tobytes() if array.size < 1 << 16 else np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's pickler for processes moves tensors to shared memory: one copy for all workers instead of one each.
+        return {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in self.__dict__.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in state.items()})
+
+
+def build_robot_dataset(data_config: DataConfig, action_horizon: int, camera_keys: Sequence[str]) -> RobotDataset:
+    """Open, check and index the dataset of --data-path for `camera_keys`. Raises CheckError with everything found."""
+    root = _single_root(data_config)
+    try:
+        whole, findings = read_metadata(root)
+    except ValueError as problem:
+        raise CheckError([error("--data-path", str(problem), "run tools/check_dataset.py")]) from problem
+    found = Found(findings)
+    keep_E = _kept_episodes(data_config, whole, found)
+    found.merge(check_table(whole, keep_E))
+    settings = CheckSettings(
+        state_key=data_config.state_key,
+        action_key=data_config.action_key,
+        dataset_action_representation=data_config.dataset_action_representation,
+        empty_instruction=data_config.empty_instruction,
+        drop_nonfinite=data_config.drop_nonfinite,
+    )
+    _check_keys(whole, settings, camera_keys, found)
+    raise_errors(found.findings)
+    table = whole.select(keep_E)
+    found.merge(check_video_files(table, tuple(camera_keys), START_VIDEO_FILES))
+    columns = check_columns(table, settings, found)
+    raise_errors(found.findings)
+    assert columns is not None
+    if data_config.empty_instruction == "drop":
+        table, columns = _drop_without_instruction(table, columns, found)
+    choice = _backend(data_config, table, tuple(camera_keys))
+    padded = padded_share(table.length_E, action_horizon)
+    if padded > PADDED_SHARE_LIMIT:
+        found.add(
+            warning(
+                "--action-horizon",
+                f"{padded:.0%} of all action steps lie beyond their episode's end (mean length {table.length_E.mean():.0f})",
+                "shorten it, or check the episode lengths with tools/check_dataset.py",
+            )
+        )
+    raise_errors(found.findings)
+    return RobotDataset(
+        table,
+        columns,
+        state_key=data_config.state_key,
+        action_key=data_config.action_key,
+        cameras=camera_keys,
+        action_horizon=action_horizon,
+        backend=choice.backend,
+        cache_size=data_config.video_decoder_cache_size,
+        findings=once([f for f in found.findings if f.severity == "warning"]),
+        summary=_summary(data_config, table, whole, choice, padded, tuple(camera_keys)),
+    )
+
+
+def _single_root(data_config: DataConfig) -> Path:
+    if len(data_config.data_path) > 1:
+        raise CheckError(
+            [
+                error(
+                    "--data-path",
+                    f"{len(data_config.data_path)} datasets; mixtures need per-dataset rates, dimensions, cameras and "
+                    f"weights, which do "
+                    "not exist yet, and datasets are never reduced to what they share",
+                    "name one dataset",
+                )
+            ]
+        )
+    if not data_config.data_path:
+        raise CheckError([error("--data-path", "no dataset given", "name a LeRobot dataset folder")])
+    return Path(data_config.data_path[0])
+
+
+def _kept_episodes(data_config: DataConfig, table: EpisodeTable, found: Found) -> np.ndarray:
+    """bool [E] after --exclude-episodes-file."""
+    keep_E = np.ones(table.num_episodes, dtype=bool)
+    name = data_config.exclude_episodes_file
+    if name is None:
+        return keep_E
+    numbers, problems = read_episode_list(Path(name))
+    found.findings += problems
+    unknown = sorted(set(numbers) - set(table.episode_index_E.tolist()))
+    if unknown:
+        found.add(
+            error(
+                "--exclude-episodes-file",
+                f"{name} lists episode {', '.join(map(str, unknown[:8]))}, which {table.root} does not have",
+                "use the list that tools/check_dataset.py wrote for this dataset",
+            )
+        )
+    keep_E = ~np.isin(table.episode_index_E, numbers)
+    if not keep_E.any():
+        found.add(error("--exclude-episodes-file", f"{name} excludes all {table.num_episodes} episodes", "shorten the list"))
+    else:
+        found.add(
+            warning("--exclude-episodes-file", f"{(~keep_E).sum()} of {table.num_episodes} episodes left out", "as asked")
+        )
+    return keep_E
+
+
+def read_episode_list(path: Path) -> tuple[list[int], list[Finding]]:
+    """Episode numbers, one a line; blank lines and # comments are fine."""
+    if not path.is_file():
+        return [], [
+            error("--exclude-episodes-file", f"{path}: no such file", "tools/check_dataset.py --write-exclude-list FILE")
+        ]
+    numbers, findings = [], []
+    for line_number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
+        text = line.partition("#")[0].strip()
+        if text.isdecimal():
+            numbers.append(int(text))
+        elif text:
+            findings.append(
+                error("--exclude-episodes-file", f"{path}, line {line_number}: {text!r}", "one episode number a line")
+            )
+    return numbers, findings
+
+
+def _check_keys(table: EpisodeTable, settings: CheckSettings, camera_keys: Sequence[str], found: Found) -> None:
+    missing = [key for key in camera_keys if key not in table.cameras]
+    if missing:
+        found.add(
+            error(
+                "--camera-map",
+                f"asks for camera {', '.join(missing)}; the dataset has cameras {', '.join(table.cameras) or 'none'}",
+                f"use {suggested_flag(table.cameras)}" if table.cameras else "a dataset with camera features",
+            )
+        )
+    if any(key not in table.columns for key in (settings.state_key, settings.action_key)):
+        found.add(missing_columns(table, settings))
+
+
+def _drop_without_instruction(table: EpisodeTable, columns: Columns, found: Found) -> tuple[EpisodeTable, Columns]:
+    """--empty-instruction drop: whole episodes go, so that no action chunk gets a hole."""
+    codes, texts = instruction_codes(table, columns)
+    is_empty = np.array([not text.strip() for text in texts] + [True])  # the last entry answers code -1
+    without_E = np.maximum.reduceat(is_empty[codes], columns.first_row_E[:-1])
+    if not without_E.any():
+        return table, columns
+    if without_E.all():
+        found.add(
+            error("--empty-instruction drop", f"none of the {table.num_episodes} episodes has an instruction", "use keep")
+        )
+        return table, columns
+    dropped = np.flatnonzero(without_E)
+    frames = int(table.length_E[dropped].sum())
+    what = f"{len(dropped)} episodes ({frames} frames) left out: {named_episodes(table, dropped)}"
+    found.add(warning("--empty-instruction drop", what, "as asked"))
+    rows = np.repeat(~without_E, table.length_E)
+    kept = table.select(~without_E)
+    first_row_E = np.concatenate([[0], np.cumsum(kept.length_E)])
+    return kept, Columns({name: values[rows] for name, values in columns.values.items()}, first_row_E)
+
+
+def _backend(data_config: DataConfig, table: EpisodeTable, cameras: tuple[str, ...]) -> BackendChoice:
+    try:
+        return choose_backend(data_config.video_backend, files_by_codec(table, cameras), table.fps)
+    except ValueError as problem:
+        what, _, fix = str(problem).removeprefix(f"--video-backend {data_config.video_backend}: ").partition(" -> ")
+        raise CheckError([error(f"--video-backend {data_config.video_backend}", what, fix)]) from problem
+
+
+def _summary(
+    data_config: DataConfig,
+    table: EpisodeTable,
+    whole: EpisodeTable,
+    choice: BackendChoice,
+    padded: float,
+    cameras: tuple[str, ...],
+) -> list[str]:
+    pixels = max((table.features[camera].size for camera in cameras), default=0)
+    decoder = DECODER_BASE_BYTES + DECODER_PICTURES * pixels // 2  # yuv420p: 1.5 of 3 bytes per pixel
+    processes = max(1, data_config.num_workers)
+    total = processes * data_config.video_decoder_cache_size * decoder
+    lines = [
+        f"dataset: {table.format} at {table.root}, {table.num_episodes} of {whole.num_episodes} episodes, "
+        f"{table.num_frames} frames, "
+        f"{table.fps:g} fps, {padded:.1%} of the action steps beyond the episode's end"
+    ]
+    if any(camera in table.videos for camera in cameras):
+        lines += str(choice).splitlines()
+        lines.append(
+            f"video decoders: at most {processes} workers x {data_config.video_decoder_cache_size} open x about "
+            f"{decoder / 2**20:.0f} MiB = {total / 2**30:.2f} GiB of host memory per rank (--video-decoder-cache-size)"
+        )
+    return lines
