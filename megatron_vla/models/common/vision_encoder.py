@@ -6,7 +6,9 @@ Shape legend: I images, C channels, Y X pixel rows and columns, S patches, H hid
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -109,10 +111,15 @@ class VisionEncoder(nn.Module):
         self.layers = nn.ModuleList(VisionLayer(sizes, backend, tensor_parallel) for _ in range(sizes.num_layers))
         self.post_layernorm = LayerNorm(sizes.hidden_size, eps=sizes.norm_epsilon)
 
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """Dtype of the layers' matrices and residual stream."""
+        return next(cast(VisionLayer, self.layers[0]).mlp.parameters()).dtype
+
     def forward(self, images_ICYX: Tensor) -> Tensor:
         """Images in [-1, 1] -> features [I, S, H] in the dtype of the layers' matrices."""
         hidden_ISH = self.embeddings(images_ICYX)
-        hidden_ISH = hidden_ISH.to(self.layers[0].mlp.fc1.weight.dtype)
+        hidden_ISH = hidden_ISH.to(self.stream_dtype)
         for layer in self.layers:
             hidden_ISH = layer(hidden_ISH)
         return self.post_layernorm(hidden_ISH)

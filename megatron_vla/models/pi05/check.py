@@ -72,9 +72,9 @@ def _dimension_findings(family: Pi05Config) -> Iterator[Finding]:
             f"{family.time_min_period} and {family.time_max_period} are not an increasing pair of positive periods",
             "the released values are 0.004 and 4.0",
         )
-    for flag, value, working in (
+    for flag, value, released in (
         ("--norm-epsilon", family.norm_epsilon, 1e-6),
         ("--rope-theta", family.rope_theta, 10000.0),
     ):
         if value <= 0:
-            yield error(flag, f"{value} is not positive", f"the released value is {working}")
+            yield error(flag, f"{value} is not positive", f"the released value is {released}")

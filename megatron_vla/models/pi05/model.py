@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -80,17 +81,17 @@ class Pi05Model(nn.Module):
         The last prefix layer is only read through its keys and values. In the reference its query projection has a gradient of
         exact zeros, not None, so weight decay still acts on it: `decay_only` tells the optimizer.
         """
-        last = self.layers[-1].prefix
+        last = cast(JointLayer, self.layers[-1]).prefix
         for module in (last.attention.o_proj, last.post_attention_norm, last.mlp, self.prefix_norm):
             module.requires_grad_(False)
-        query_weight = last.attention.q_proj.weight
-        query_weight.requires_grad_(False)
-        query_weight.decay_only = True
+        for parameter in last.attention.q_proj.parameters():
+            parameter.requires_grad_(False)
+            parameter.decay_only = True  # type: ignore[attr-defined]
 
     @property
     def interface_dtype(self) -> torch.dtype:
         """Dtype of actions, flow time and loss: fp32, also in bf16 models (fp64 in fp64 models)."""
-        return self.action_in_proj.weight.dtype
+        return next(self.action_in_proj.parameters()).dtype
 
     def forward(self, batch: Batch) -> Tensor:
         """Squared velocity errors [B, T, A], unmasked; `flow_matching.masked_loss` reduces them."""
@@ -172,7 +173,7 @@ class Pi05Model(nn.Module):
         plan = plan_attention(is_valid_BP, action_horizon, self.config, prefix_BPH.dtype)
         cache = []
         for layer in self.layers:
-            prefix_BPH, key_value = layer.prefix(prefix_BPH, plan)
+            prefix_BPH, key_value = cast(JointLayer, layer).prefix(prefix_BPH, plan)
             cache.append(key_value)
         return PrefixCache(tuple(cache), plan)
 
@@ -180,7 +181,7 @@ class Pi05Model(nn.Module):
         """`velocity` with the prefix already computed; `cache` is not modified."""
         suffix_BTE, condition_BE = self.embed_suffix(batch, x_BTA, time_B)
         for layer, key_value in zip(self.layers, cache.layers, strict=True):
-            suffix_BTE = layer.suffix(suffix_BTE, condition_BE, key_value, cache.plan)
+            suffix_BTE = cast(JointLayer, layer).suffix(suffix_BTE, condition_BE, key_value, cache.plan)
         return self._read_out(suffix_BTE, condition_BE)
 
     @torch.no_grad()
