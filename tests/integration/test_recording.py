@@ -1,0 +1,228 @@
+"""Recorded demonstrations: what is in the dataset is what the simulator did, step for step, and follows from the seed alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_vla.data.frame_source import FrameSource
+from megatron_vla.data.metadata import read_metadata
+from megatron_vla.evaluation.environments import metaworld, rendering
+from megatron_vla.evaluation.environments.metaworld import CAMERAS, INSTRUCTIONS, MetaWorldEnvironment, task_name
+from tools import record_demonstrations as recorder
+from tools.record_demonstrations import RecordingConfig, attempt_episode, is_reusable, record, simulate
+
+CONFIG = RecordingConfig(
+    tasks=("button-press-topdown", "window-close-v3"),
+    episodes_per_task=1,
+    image_size=64,
+    action_repeat=4,
+    noise_fraction=0.0,
+    steps_after_success=2,
+    seed=3,
+)
+
+
+@pytest.fixture(scope="module")
+def gl_backend() -> str:
+    """A working GL library, set for this process as the recorder sets it."""
+    try:
+        backend = rendering.choose_backend()
+    except ValueError as failure:
+        pytest.skip(str(failure))
+    os.environ["MUJOCO_GL"] = backend
+    return backend
+
+
+@pytest.fixture(scope="module")
+def recorded(gl_backend: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(dataclasses.replace(CONFIG, output=str(tmp_path_factory.mktemp("recorded") / "demonstrations")))
+
+
+def columns(root: Path) -> dict[str, np.ndarray]:
+    """Low-dimensional columns of all frames, float32 [N, D] or int64 [N]."""
+    table = pq.read_table(sorted(root.glob("data/*/*.parquet"))[0])
+    return {name: np.array(table[name].to_pylist()) for name in ("observation.state", "action", "episode_index", "timestamp")}
+
+
+@pytest.mark.simulator
+def test_dataset_says_what_it_holds(recorded: Path, gl_backend: str) -> None:
+    table, findings = read_metadata(recorded)
+    assert not findings
+    assert table.fps == 20 and table.num_episodes == 2
+    assert set(table.cameras) == set(CAMERAS)
+    assert [table.instruction(e) for e in range(2)] == ["Press a button from the top", "Push and close a window"]
+    recording = json.loads((recorded / "meta/recording.json").read_text())
+    assert recording["settings"]["fast_rendering"] is True and recording["gl_backend"] == gl_backend
+    assert [e["length"] for e in recording["episodes"]] == table.length_E.tolist()
+    assert (recorded / "montage.png").stat().st_size > 1000
+    assert not recorded.with_name("demonstrations.partial").exists()
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("episode", [0, 1])
+def test_replaying_the_recorded_actions_gives_the_recorded_pictures(recorded: Path, episode: int) -> None:
+    """Frame k, state k and action k belong together: action k, executed, leads to state k + 1; no frame is shifted.
+
+    Pictures are compared as mean absolute grey levels: H.264 with halved colour costs 6 to 7 at 64 pixels.
+    """
+    row = json.loads((recorded / "meta/recording.json").read_text())["episodes"][episode]
+    values = columns(recorded)
+    mine = values["episode_index"] == episode
+    state_TD, actions_TA = values["observation.state"][mine], values["action"][mine]
+    table, _ = read_metadata(recorded)
+    source = FrameSource(table, "pyav", 4)
+    environment = MetaWorldEnvironment(row["task"], image_size=64, action_repeat=4)
+    observation = environment.reset(row["environment_seed"])
+    steps = range(len(state_TD))
+    decoded = {camera: source.frames(camera, episode, list(steps)).astype(np.float32) for camera in CAMERAS}
+    for step in steps:
+        np.testing.assert_array_equal(state_TD[step], observation["observation.state"])
+        for camera, frames in decoded.items():
+            distances = np.abs(frames - observation[camera].astype(np.float32)).mean((1, 2, 3))
+            assert distances[step] < 10, f"{camera}, step {step}"
+            assert distances.argmin() == step or distances[step] - distances.min() < 0.3
+        observation, succeeded = environment.step(actions_TA[step])
+    environment.close()
+    assert succeeded
+
+
+@pytest.mark.simulator
+def test_processes_and_task_order_change_nothing(gl_backend: str) -> None:
+    one = {e.task: e for e in simulate(CONFIG)}
+    two = {e.task: e for e in simulate(dataclasses.replace(CONFIG, num_processes=2, tasks=CONFIG.tasks[::-1]))}
+    assert list(two) == list(reversed(one))
+    for task, episode in one.items():
+        for camera in CAMERAS:
+            np.testing.assert_array_equal(episode.images[camera], two[task].images[camera])
+        np.testing.assert_array_equal(episode.state_TD, two[task].state_TD)
+        np.testing.assert_array_equal(episode.actions_TA, two[task].actions_TA)
+
+
+@pytest.mark.simulator
+def test_seed_decides_goals_and_fast_rendering_decides_looks(gl_backend: str) -> None:
+    fast = MetaWorldEnvironment("drawer-open", image_size=64)
+    slow = MetaWorldEnvironment("drawer-open", image_size=64, fast_rendering=False)
+    first, second, again = (fast.reset(seed) for seed in (1, 2, 1))
+    looks = slow.reset(1)
+    fast.close()
+    slow.close()
+    for name in first:
+        np.testing.assert_array_equal(first[name], again[name])
+    assert np.abs(first["observation.images.top"].astype(int) - second["observation.images.top"]).max() > 50
+    assert np.abs(first["observation.images.top"].astype(int) - looks["observation.images.top"]).max() > 20
+    np.testing.assert_array_equal(first["observation.state"], looks["observation.state"])
+
+
+@pytest.mark.simulator
+def test_existing_recording_is_reused_or_refused(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (recorded / "meta/info.json").stat().st_mtime_ns
+    assert record(dataclasses.replace(CONFIG, output=str(recorded), num_processes=2)) == recorded
+    assert "reused" in capsys.readouterr().out
+    assert (recorded / "meta/info.json").stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match=r"seed: 3 there, 4 asked.*--overwrite"):
+        record(dataclasses.replace(CONFIG, output=str(recorded), seed=4))
+
+
+class FakeEnvironment:
+    """Succeeds at step `success_step`; its expert asks for 0.1, 0.2, ... and it remembers what was executed."""
+
+    task, instruction = "door-open-v3", "Open a door with a revolving joint"
+
+    def __init__(self, *_: object, success_step: int = 5, **__: object):
+        self.success_step, self.executed = success_step, list[np.ndarray]()
+
+    def observe(self) -> dict[str, np.ndarray]:
+        step = len(self.executed)
+        pictures = {camera: np.full((2, 2, 3), step, np.uint8) for camera in CAMERAS}
+        return {**pictures, "observation.state": np.full(4, step, np.float32)}
+
+    def reset(self, seed: int) -> dict[str, np.ndarray]:
+        self.executed = []
+        return self.observe()
+
+    def expert_action(self) -> np.ndarray:
+        return np.full(4, 0.1 * (len(self.executed) + 1), np.float32)
+
+    def step(self, action_A: np.ndarray) -> tuple[dict[str, np.ndarray], bool]:
+        self.executed.append(action_A)
+        return self.observe(), len(self.executed) >= self.success_step
+
+    def close(self) -> None:
+        pass
+
+
+def test_noise_is_executed_and_the_clean_action_recorded() -> None:
+    config = dataclasses.replace(CONFIG, noise_fraction=1.0, noise_sigma=0.3, max_steps=800, steps_after_success=100)
+    environment = FakeEnvironment(success_step=100)
+    episode = attempt_episode(environment, config, 0, 0)  # type: ignore[arg-type]  # a stand-in
+    assert episode is not None and episode.noisy and len(episode.actions_TA) == 200
+    np.testing.assert_allclose(episode.actions_TA[:, 0], 0.1 * np.arange(1, 201), rtol=1e-6)
+    np.testing.assert_array_equal(episode.state_TD[:, 0], np.arange(200))
+    np.testing.assert_array_equal(episode.images["observation.images.top"][:, 0, 0, 0], np.arange(200))
+    noise = np.stack(environment.executed) - episode.actions_TA
+    assert 0.25 < noise[:, :3].std() < 0.35 and np.abs(noise[:, :3].mean()) < 0.05
+    assert not noise[:, 3].any()
+
+
+def test_recording_stops_some_steps_after_success_and_drops_failures() -> None:
+    episode = attempt_episode(FakeEnvironment(), CONFIG, 0, 0)  # type: ignore[arg-type]
+    assert episode is not None and len(episode.actions_TA) == 5 + CONFIG.steps_after_success and not episode.noisy
+    assert attempt_episode(FakeEnvironment(success_step=1000), CONFIG, 0, 0) is None  # type: ignore[arg-type]
+
+
+def test_hopeless_task_ends_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "MetaWorldEnvironment", lambda *_, **__: FakeEnvironment(success_step=1000))
+    with pytest.raises(ValueError, match=r"window-close-v3, episode 0.*failed 20 times.*--max-steps"):
+        list(simulate(dataclasses.replace(CONFIG, tasks=("window-close",))))
+
+
+def test_foreign_and_interrupted_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("precious")
+    with pytest.raises(ValueError, match="not recorded by this tool"):
+        is_reusable(dataclasses.replace(CONFIG, output=str(tmp_path / "mine")))
+    partial = tmp_path / "new.partial"
+    partial.mkdir()
+    monkeypatch.setattr(recorder, "choose_backend", lambda: (_ for _ in ()).throw(ValueError("stop here")))
+    with pytest.raises(ValueError, match="stop here"):
+        record(dataclasses.replace(CONFIG, output=str(tmp_path / "new")))
+    assert not partial.exists() and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"output": ""}, "--output is not set"),
+        ({"image_size": 63}, "--image-size 63"),
+        ({"tasks": ("drawer-opne",)}, "near: drawer-open-v3"),
+        ({"tasks": ("drawer-open", "drawer-open-v3")}, "none twice"),
+        ({"episodes_per_task": 0}, "--episodes-per-task"),
+        ({"noise_fraction": 1.5}, "--noise-fraction 1.5"),
+    ],
+)
+def test_bad_flags_are_named(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, **{"output": str(tmp_path / "x"), **change})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        record(config)
+
+
+def test_no_gl_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    monkeypatch.setattr(rendering, "probe_backend", lambda backend: f"{backend} is missing")
+    with pytest.raises(ValueError, match=r"egl is missing.*osmesa is missing.*apt-get install"):
+        rendering.choose_backend()
+
+
+def test_every_task_has_an_expert_and_an_instruction() -> None:
+    policies = pytest.importorskip("metaworld.policies")
+    assert set(INSTRUCTIONS) == set(policies.ENV_POLICY_MAP)
+    assert len(set(INSTRUCTIONS.values())) == 50
+    assert task_name("drawer-open") == task_name("drawer-open-v3") == "drawer-open-v3"
+    assert metaworld.CONTROL_HZ == 80
