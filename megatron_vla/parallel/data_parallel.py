@@ -62,9 +62,9 @@ class MegatronDataParallel:
             from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
             from megatron.core.transformer import TransformerConfig
 
-        # megatron-core reads one field of the transformer config here: with a per-token loss it sums over ranks
-        # instead of averaging, which is the semantic of this project's loss.
-        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, calculate_per_token_loss=True)
+            # megatron-core reads one field of the transformer config here: with a per-token loss it sums over ranks
+            # instead of averaging, which is the semantic of this project's loss.
+            config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, calculate_per_token_loss=True)
         has_fp64 = any(p.dtype == torch.float64 for p in module.parameters())
         buckets = DistributedDataParallelConfig(
             # A fp64 model keeps fp64 gradients: "in fp32" would silently lower them.

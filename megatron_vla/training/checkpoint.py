@@ -106,7 +106,9 @@ def _write_folder(
         write_tensors(temporary / RNG_FILE, random_states)
         checkpoint_folder.write_text(temporary / checkpoint_folder.CONFIG_FILE, json.dumps(config.to_dict(), indent=1))
         if supply.preprocessor is not None:
-            supply.preprocessor.save(temporary / checkpoint_folder.PREPROCESSOR_FOLDER)
+            folder = temporary / checkpoint_folder.PREPROCESSOR_FOLDER
+            folder.mkdir()
+            supply.preprocessor.save(folder)
         content = _state_json(state, config, groups.world_size, supply.order_hash)
         final = checkpoint_folder.seal(temporary, content)
     except BaseException:

@@ -41,6 +41,13 @@ class Position:
     remaining_iters: int
 
 
+def print_once(*lines: object) -> None:
+    """Print on rank 0; works before any process group exists."""
+    if os.environ.get("RANK", "0") == "0":
+        for line in lines:
+            print(line, flush=True)
+
+
 def log_folder(config: RunConfig) -> Path | None:
     """--log-dir, else SAVE/logs, else nothing is written."""
     if config.logging.log_dir is not None:

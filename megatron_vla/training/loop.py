@@ -202,17 +202,17 @@ class _Loop:
             self.logger.message(f"{done}; nothing was saved (no --save)")
             return
         self.logger.message(f"{done}; checkpoint: {self.config.checkpoint.save}")
-        self.logger.message(f"to go on: {resume_command(self.config, self.groups.world_size)}")
+        all_done = self.state.iteration >= self.config.training.train_iters
+        self.logger.message(f"to go on: {resume_command(self.config, self.groups.world_size, all_done)}")
 
 
-def resume_command(config: RunConfig, world_size: int) -> str:
-    """The command line that continues this run."""
+def resume_command(config: RunConfig, world_size: int, all_done: bool) -> str:
+    """The command line that continues this run; twice as long when it is `all_done` (the last of equal flags counts)."""
     words = list(sys.argv)
     if config.checkpoint.load != config.checkpoint.save:
         words += ["--load", str(config.checkpoint.save)]
-    if config.training.train_iters and "--train-iters" in words:
-        position = words.index("--train-iters") + 1
-        words[position] = words[position] if position < len(words) else ""
+    if all_done:
+        words += ["--train-iters", str(2 * config.training.train_iters)]
     launcher = ["torchrun", f"--nproc-per-node={world_size}"] if world_size > 1 else [Path(sys.executable).name]
     return shlex.join([*launcher, *words])
 

@@ -6,6 +6,7 @@ difference, unless --override-resume-flags. Everything else is printed.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from megatron_vla.config.cli import flag_name
 from megatron_vla.config.run import RunConfig
 from megatron_vla.config.training import CheckpointConfig
+from megatron_vla.data.preprocess import STATISTICS_FILE, TOKENIZER_FILE
 from megatron_vla.findings import Finding, error, warning
 from megatron_vla.training.checkpoint_folder import CheckpointFolder, find_latest, iteration_folder, open_folder
 
@@ -97,8 +99,17 @@ def find_resume(checkpoint: CheckpointConfig) -> tuple[CheckpointFolder | None, 
     return found, remarks
 
 
-def resume_findings(found: CheckpointFolder, config: RunConfig, world_size: int) -> tuple[list[Finding], list[str]]:
+def _decay_follows_train_iters(config: RunConfig) -> bool:
+    optimizer = config.optimizer
+    return optimizer.lr_decay_style == "lerobot_cosine" or (
+        optimizer.lr_decay_style == "cosine" and optimizer.lr_decay_iters is None
+    )
+
+
+def resume_findings(found: CheckpointFolder | None, config: RunConfig, world_size: int) -> tuple[list[Finding], list[str]]:
     """Errors for dangerous differences, and lines to print for harmless ones (all of them with --override-resume-flags)."""
+    if found is None:
+        return [], []
     changes = list(changed_flags(found.config(), config.to_dict()))
     stored_batch = int(found.state["global_batch_size"])
     batch = config.global_batch_size(world_size)
@@ -106,6 +117,11 @@ def resume_findings(found: CheckpointFolder, config: RunConfig, world_size: int)
         changes.append(ChangedFlag("effective.global_batch_size", stored_batch, batch))
     override = config.checkpoint.override_resume_flags
     lines = [f"resume with changed flag {c}" for c in changes if c.is_harmless]
+    if any(c.field == "training.train_iters" for c in changes) and _decay_follows_train_iters(config):
+        before = found.config()["training"]["train_iters"]
+        lines.append(
+            f"the learning-rate decay now ends with the new --train-iters; keep the old curve with --lr-decay-iters {before}"
+        )
     findings: list[Finding] = []
     for change in changes:
         if change.is_harmless:
@@ -129,8 +145,24 @@ def resume_findings(found: CheckpointFolder, config: RunConfig, world_size: int)
     return findings, lines
 
 
-def order_findings(found: CheckpointFolder, order_hash: str, config: RunConfig) -> list[Finding]:
+def with_stored_preprocessing(config: RunConfig, found: CheckpointFolder | None) -> RunConfig:
+    """The configuration to build the data with: a resume takes statistics and tokenizer from the checkpoint.
+
+    New statistics would shift every input and target under a model that was trained on the old ones.
+    """
+    if found is None or found.preprocessor is None:
+        return config
+    stored = found.preprocessor
+    data = dataclasses.replace(
+        config.data, statistics_path=str(stored / STATISTICS_FILE), tokenizer_model=str(stored / TOKENIZER_FILE)
+    )
+    return dataclasses.replace(config, data=data)
+
+
+def order_findings(found: CheckpointFolder | None, order_hash: str, config: RunConfig) -> list[Finding]:
     """Error (or warning, with the override) when the data now gives another sample order than the checkpoint's run had."""
+    if found is None:
+        return []
     stored = str(found.state["order_hash"])
     if stored == order_hash:
         return []

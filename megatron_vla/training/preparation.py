@@ -1,0 +1,41 @@
+"""Everything before the first process group: the checkpoint to resume, all checks, the data, the first-batch report."""
+
+from __future__ import annotations
+
+import os
+
+from megatron_vla.config.check import check
+from megatron_vla.config.run import RunConfig
+from megatron_vla.data.build import DataSupply, build_data
+from megatron_vla.data.report import first_batch_report
+from megatron_vla.findings import raise_errors
+from megatron_vla.models.registry import ModelFamily
+from megatron_vla.training.checkpoint_folder import CheckpointFolder
+from megatron_vla.training.logging import log_folder, print_once
+from megatron_vla.training.resume import find_resume, order_findings, resume_findings, with_stored_preprocessing
+
+
+def prepare(config: RunConfig, family: ModelFamily, world_size: int) -> tuple[CheckpointFolder | None, DataSupply]:
+    """The checkpoint to resume from (None: start afresh) and the data supply; prints on rank 0.
+
+    Raises CheckError with every finding about flags and checkpoint, then with every finding about the data.
+    """
+    resume, lines = find_resume(config.checkpoint)
+    changes, changed_lines = resume_findings(resume, config, world_size)
+    findings = check(config, family, world_size) + changes
+    print_once(*lines, *changed_lines, *(f for f in findings if f.severity == "warning"))
+    raise_errors(findings)
+    supply = build_data(with_stored_preprocessing(config, resume), family)
+    order = order_findings(resume, supply.order_hash, config)
+    print_once(*(f for f in order if f.severity == "warning"))
+    raise_errors(order)
+    if config.logging.first_batch_report and os.environ.get("RANK", "0") == "0":
+        consumed_samples = resume.consumed_samples if resume else 0
+        first_batch_report(
+            supply.first_batch(consumed_samples, 0, config.data_parallel_size(world_size)),
+            supply.preprocessor,
+            log_folder(config),
+            order_hash=supply.order_hash,
+            expected_padded_fraction=supply.expected_padded_fraction,
+        )
+    return resume, supply
