@@ -16,6 +16,7 @@ from megatron_vla.config.data import DataConfig
 from megatron_vla.config.run import RunConfig
 from megatron_vla.data.cameras import CameraMap, parse_camera_map
 from megatron_vla.data.dataset import RobotDataset, build_robot_dataset
+from megatron_vla.data.dataset_check import padded_share
 from megatron_vla.data.episode_table import EpisodeTable, Feature
 from megatron_vla.data.metadata import read_metadata
 from megatron_vla.data.preprocess import Preprocessor, PreprocessSettings
@@ -23,11 +24,10 @@ from megatron_vla.data.prompt import SentencePieceTokenizer, check_prompt_length
 from megatron_vla.data.statistics import SANITY_SAMPLES, Statistics, range_table
 from megatron_vla.data.statistics_pass import (
     StreamTransform,
-    check_nonfinite,
     compute_statistics,
-    last_rows,
     load_statistics,
     transformed_blocks,
+    windows_with_nonfinite,
 )
 from megatron_vla.findings import CheckError, Finding, error, raise_errors, warning
 
@@ -88,17 +88,12 @@ def dimension_names(feature: Feature | None, width: int) -> tuple[str, ...]:
     return tuple(f"dim_{i}" for i in range(width))
 
 
-def _feature_findings(config: RunConfig, table: EpisodeTable, state_is_model_input: bool) -> list[Finding]:
-    """Keys and widths of state and action against the dataset and the model."""
+def _width_findings(config: RunConfig, table: EpisodeTable, state_is_model_input: bool) -> list[Finding]:
+    """Widths of state and action against the model and --delta-action-dims."""
     data, model = config.data, config.family
     findings: list[Finding] = []
-    for flag, key in (("--state-key", data.state_key), ("--action-key", data.action_key)):
-        if key not in table.columns:
-            findings.append(
-                error(flag, f"{table.root} has no column {key!r}; it has {', '.join(table.columns)}", f"use {flag} KEY")
-            )
-    if findings:
-        return findings
+    if not {data.state_key, data.action_key} <= set(table.columns):
+        return findings  # build_robot_dataset names the keys that exist
     action_dim, state_dim = table.features[data.action_key].size, table.features[data.state_key].size
     if action_dim > model.max_action_dim:
         what = (
@@ -117,27 +112,6 @@ def _feature_findings(config: RunConfig, table: EpisodeTable, state_is_model_inp
         what = f"dimension(s) {wrong} do not exist in both the action ({action_dim}) and the state ({state_dim})"
         findings.append(error("--delta-action-dims", what, f"use dimensions below {min(action_dim, state_dim)}"))
     return findings
-
-
-def _empty_instruction_samples(config: RunConfig, dataset: RobotDataset) -> tuple[np.ndarray, list[Finding]]:
-    """(bool [N] samples to keep, findings) as --empty-instruction says."""
-    table = dataset.table
-    is_empty_E = np.array([not table.instruction(row).strip() for row in range(table.num_episodes)], dtype=bool)
-    keep_N = np.ones(len(dataset), dtype=bool)
-    if not is_empty_E.any():
-        return keep_N, []
-    episodes = table.episode_index_E[is_empty_E]
-    shown = ", ".join(map(str, episodes[:10])) + (", ..." if len(episodes) > 10 else "")
-    what = f"{len(episodes)} of {table.num_episodes} episodes have no task instruction (episode {shown})"
-    policy = config.data.empty_instruction
-    if policy == "drop":
-        keep_N = ~np.isin(np.asarray(dataset.episode_of_N), episodes)
-        return keep_N, [warning("--empty-instruction drop", what, f"leaving out their {(~keep_N).sum()} samples")]
-    if policy == "keep":
-        return keep_N, [warning("--empty-instruction keep", what, "training on them with an empty task text")]
-    return keep_N, [
-        error("--empty-instruction", what, "use drop to leave them out, keep to train on them, or repair meta/tasks")
-    ]
 
 
 def _statistics(
@@ -195,21 +169,23 @@ def _settings(config: RunConfig, dataset: RobotDataset, cameras: CameraMap, tran
     )
 
 
-def padded_fraction(dataset: RobotDataset, samples: np.ndarray, horizon: int) -> float:
-    """Share of action steps beyond their episode's end, from episode lengths alone."""
-    steps_left_n = last_rows(dataset)[samples] - samples + 1
-    return float(np.maximum(0, horizon - steps_left_n).mean() / horizon)
-
-
 @dataclass(frozen=True)
 class OpenedColumns:
-    """A dataset whose low-dimensional columns were checked; `findings` may hold errors. `samples`: dataset rows to train on."""
+    """A dataset whose low-dimensional columns were checked.
+
+    names: "state" and "actions" -> a name per dimension. samples: dataset rows to train on. findings may hold errors; then
+    statistics make no sense.
+    """
 
     dataset: RobotDataset
     names: dict[str, tuple[str, ...]]
     samples: np.ndarray
     findings: list[Finding]
-    is_finite: bool
+
+    @property
+    def has_errors(self) -> bool:
+        """Any finding is an error."""
+        return any(finding.severity == "error" for finding in self.findings)
 
 
 def read_table(config: RunConfig) -> EpisodeTable:
@@ -226,24 +202,27 @@ def read_table(config: RunConfig) -> EpisodeTable:
 def open_columns(
     config: RunConfig, table: EpisodeTable, camera_keys: tuple[str, ...], state_is_model_input: bool = False
 ) -> OpenedColumns:
-    """Open the dataset and check keys, widths, instructions and finite values. Raises CheckError when it cannot be opened."""
+    """Open the dataset and check widths and which samples remain. Raises CheckError when it cannot be opened."""
     data = config.data
-    feature_findings = _feature_findings(config, table, state_is_model_input)
-    raise_errors(feature_findings)
-    dataset = build_robot_dataset(data, config.family.action_horizon, camera_keys)
+    findings = _width_findings(config, table, state_is_model_input)
+    try:
+        dataset = build_robot_dataset(data, config.family.action_horizon, camera_keys)
+    except CheckError as problems:
+        raise CheckError([*findings, *problems.findings]) from problems
+    findings += dataset.findings
     names = {
         "state": dimension_names(table.features.get(data.state_key), dataset.state_ND.shape[-1]),
         "actions": dimension_names(table.features.get(data.action_key), dataset.actions_ND.shape[-1]),
     }
-    keep_N, findings = _empty_instruction_samples(config, dataset)
-    finite_N, finite_findings = check_nonfinite(dataset, config.family.action_horizon, data.drop_nonfinite, names)
-    samples = np.flatnonzero(keep_N & finite_N)
-    findings = [*feature_findings, *findings, *finite_findings]
-    if not len(samples):
-        what = f"no sample of {len(dataset)} is left"
-        findings.append(error("--data-path", what, "see --empty-instruction, --drop-nonfinite, --exclude-episodes-file"))
-    is_finite = len(samples) > 0 and not any(f.severity == "error" for f in finite_findings)
-    return OpenedColumns(dataset, names, samples, findings, is_finite)
+    keep_N = np.ones(len(dataset), dtype=bool)
+    if data.drop_nonfinite:
+        keep_N = ~windows_with_nonfinite(dataset, config.family.action_horizon)
+        if not keep_N.all():
+            what = f"{(~keep_N).sum()} of {len(dataset)} samples left out: NaN or Inf in their state or action chunk"
+            findings.append(warning("--drop-nonfinite", what, "as asked"))
+    if not keep_N.any():
+        findings.append(error("--data-path", f"no sample of {len(dataset)} is left", "repair the dataset"))
+    return OpenedColumns(dataset, names, np.flatnonzero(keep_N), findings)
 
 
 def prepare_robot_data(config: RunConfig, state_is_model_input: bool) -> PreparedData:
@@ -266,7 +245,7 @@ def prepare_robot_data(config: RunConfig, state_is_model_input: bool) -> Prepare
         findings += _prompt_findings(config, dataset, tokenizer)
     transform = stream_transform(config)
     statistics, statistics_line = None, ""
-    if opened.is_finite:
+    if not opened.has_errors:
         statistics, statistics_findings, statistics_line = _statistics(config, dataset, transform, samples)
         findings += statistics_findings
     if statistics is None or cameras is None or tokenizer is None:
@@ -278,21 +257,22 @@ def prepare_robot_data(config: RunConfig, state_is_model_input: bool) -> Prepare
     findings += range_findings if data.normalization != "identity" else []
     raise_errors(findings)
     summary = [
-        f"data: {data.data_path[0]}: {table.num_episodes} episodes, {len(samples)} of {len(dataset)} samples",
+        *dataset.summary,
+        f"samples: {len(samples)} of {len(dataset)}",
         f"cameras: {' '.join(cameras.to_flag_values())}, {cameras.num_images} image slots",
         statistics_line,
         *format_range_table(ranges),
         *(str(finding) for finding in findings),
     ]
     rows = None if len(samples) == len(dataset) else samples
-    expected = padded_fraction(dataset, samples, transform.horizon)
+    expected = padded_share(dataset.table.length_E, transform.horizon)
     return PreparedData(dataset, preprocessor, rows, len(samples), findings, summary, expected)
 
 
 def _prompt_findings(config: RunConfig, dataset: RobotDataset, tokenizer: SentencePieceTokenizer) -> list[Finding]:
     data, model = config.data, config.family
     state_dim = dataset.state_ND.shape[-1] if data.prompt_state else None
-    instructions = [text for text in dataset.table.instructions if text.strip()] or [""]
+    instructions = {*dataset.table.task_texts.values(), *dataset.table.instructions}
     return check_prompt_lengths(tokenizer, instructions, state_dim, model.max_prompt_length, data.prompt_overflow)
 
 

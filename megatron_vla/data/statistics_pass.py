@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -73,15 +73,6 @@ def transformed_blocks(
         yield states_nD, transform.actions(actions_nTD, states_nD)
 
 
-def find_nonfinite(columns: LowDimColumns) -> list[tuple[str, int, int, int]]:
-    """(feature, episode, frame, dimension) of every NaN or Inf in states and actions."""
-    found = []
-    for feature, values_ND in (("state", columns.state_ND), ("actions", columns.actions_ND)):
-        for row, dim in zip(*np.nonzero(~np.isfinite(np.asarray(values_ND))), strict=True):
-            found.append((feature, int(columns.episode_of_N[row]), int(columns.frame_of_N[row]), int(dim)))
-    return found
-
-
 def windows_with_nonfinite(columns: LowDimColumns, horizon: int) -> np.ndarray:
     """bool [N]: the sample's state or any action of its chunk holds NaN or Inf."""
     bad_action_N = ~np.isfinite(np.asarray(columns.actions_ND)).all(axis=-1)
@@ -90,28 +81,6 @@ def windows_with_nonfinite(columns: LowDimColumns, horizon: int) -> np.ndarray:
     first = np.arange(len(bad_action_N))
     after_last = np.minimum(first + horizon, last_rows(columns) + 1)
     return bad_state_N | (num_bad_before[after_last] > num_bad_before[first])
-
-
-def check_nonfinite(
-    columns: LowDimColumns, horizon: int, drop: bool, names: Mapping[str, Sequence[str]]
-) -> tuple[np.ndarray, list[Finding]]:
-    """(bool [N] samples to keep, findings). Without `drop` any NaN or Inf is an error that locates the first ones."""
-    found = find_nonfinite(columns)
-    keep_N = np.ones(len(columns.episode_of_N), dtype=bool)
-    if not found:
-        return keep_N, []
-    shown = "; ".join(
-        f"episode {episode} frame {frame} {feature}[{dim}] ({names[feature][dim]})"
-        for feature, episode, frame, dim in found[:8]
-    )
-    what = f"{len(found)} non-finite value(s): {shown}" + ("; ..." if len(found) > 8 else "")
-    windows_N = windows_with_nonfinite(columns, horizon)
-    if drop:
-        return ~windows_N, [
-            warning("--drop-nonfinite", what, f"leaving out the {windows_N.sum()} samples whose window holds them")
-        ]
-    fix = f"repair the dataset, or use --drop-nonfinite to leave out the {windows_N.sum()} samples whose window holds them"
-    return keep_N, [error("--data-path", what, fix)]
 
 
 def compute_statistics(
