@@ -25,10 +25,20 @@ EXACT_LIMIT = 100_000_000  # values per dimension that are sorted in memory (0.4
 class LowDimColumns(Protocol):
     """The columns of a RobotDataset that need no video decoding; rows of an episode are consecutive."""
 
-    state_ND: np.ndarray
-    actions_ND: np.ndarray
-    episode_of_N: np.ndarray
-    frame_of_N: np.ndarray
+    @property
+    def state_ND(self) -> np.ndarray:
+        """float32 [N, D]."""
+        ...
+
+    @property
+    def actions_ND(self) -> np.ndarray:
+        """float32 [N, D]."""
+        ...
+
+    @property
+    def episode_of_N(self) -> np.ndarray:
+        """int [N]: the dataset's own episode number."""
+        ...
 
     def fingerprint(self) -> str:
         """Hash of metadata and low-dimensional columns."""
