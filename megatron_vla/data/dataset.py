@@ -32,7 +32,7 @@ from megatron_vla.data.episode_table import EpisodeTable
 from megatron_vla.data.frame_source import FrameSource
 from megatron_vla.data.lerobot_columns import Columns, named_episodes
 from megatron_vla.data.metadata import read_metadata
-from megatron_vla.data.video_probe import BackendChoice, choose_backend, files_by_codec
+from megatron_vla.data.video_probe import BackendChoice, choose_backend
 from megatron_vla.findings import CheckError, Finding, error, raise_errors, warning
 
 # An open decoder: demuxer, codec context and about this many decoded pictures (reference frames and output).
@@ -180,7 +180,7 @@ def build_robot_dataset(data_config: DataConfig, action_horizon: int, camera_key
     assert columns is not None
     if data_config.empty_instruction == "drop":
         table, columns = _drop_without_instruction(table, columns, found)
-    choice = _backend(data_config, table, tuple(camera_keys))
+    choice = _backend(data_config, found, table.fps)
     padded = padded_share(table.length_E, action_horizon)
     if padded > PADDED_SHARE_LIMIT:
         found.add(
@@ -304,9 +304,9 @@ def _drop_without_instruction(table: EpisodeTable, columns: Columns, found: Foun
     return kept, Columns({name: values[rows] for name, values in columns.values.items()}, first_row_E)
 
 
-def _backend(data_config: DataConfig, table: EpisodeTable, cameras: tuple[str, ...]) -> BackendChoice:
+def _backend(data_config: DataConfig, found: Found, fps: float) -> BackendChoice:
     try:
-        return choose_backend(data_config.video_backend, files_by_codec(table, cameras), table.fps)
+        return choose_backend(data_config.video_backend, found.codec_files, fps)
     except ValueError as problem:
         what, _, fix = str(problem).removeprefix(f"--video-backend {data_config.video_backend}: ").partition(" -> ")
         raise CheckError([error(f"--video-backend {data_config.video_backend}", what, fix)]) from problem

@@ -39,13 +39,11 @@ class CheckSettings:
 
 @dataclass(frozen=True)
 class Checked:
-    """Findings, dataset numbers of episodes to exclude, facts to print, and what was loaded on the way (None if unreadable)."""
+    """Findings, dataset numbers of the episodes to exclude, and facts to print."""
 
     findings: list[Finding]
     bad_episodes: list[int]
     facts: dict[str, Any]
-    table: EpisodeTable | None
-    columns: Columns | None
 
 
 def check_dataset_files(root: str | Path, *, deep: bool, settings: CheckSettings | None = None) -> list[Finding]:
@@ -63,20 +61,25 @@ def check_dataset(
     except ValueError as problem:
         where, _, what = str(problem).partition(": ")
         what, _, fix = what.partition(" -> ")
-        return Checked([error(where, what or str(problem), fix or "restore the file")], [], {}, None, None)
+        return Checked([error(where, what or str(problem), fix or "restore the file")], [], {})
     found = check_table(table)
     found.findings = findings + found.findings
     found.merge(check_data_files(table))
     found.merge(check_video_files(table, table.cameras, max_video_files))
+    broken_files = frozenset(found.bad_episodes)
     columns = check_columns(table, settings, found)
     if deep:
-        found.merge(check_frames(table, table.cameras))
+        found.merge(check_frames(table, table.cameras, broken_files))
     bad = sorted(int(table.episode_index_E[e]) for e in found.bad_episodes)
-    return Checked(once(found.findings), bad, _facts(table, columns, settings), table, columns)
+    return Checked(once(found.findings), bad, _facts(table, columns, settings))
 
 
 def check_columns(table: EpisodeTable, settings: CheckSettings, found: Found) -> Columns | None:
-    """Load the low-dimensional columns and check them; None (with findings) if state or action does not exist."""
+    """Load the low-dimensional columns and check them.
+
+    Returns the rows of the episodes whose files could be read (all of them, if nothing was found), or None (with findings) if
+    state or action does not exist or nothing is readable.
+    """
     missing = [key for key in (settings.state_key, settings.action_key) if key not in table.columns]
     if missing:
         found.add(missing_columns(table, settings))
@@ -90,7 +93,7 @@ def check_columns(table: EpisodeTable, settings: CheckSettings, found: Found) ->
         found.add(file.finding, file.episodes)
     lost = np.unique(np.concatenate([file.episodes for file in broken])) if broken else np.zeros(0, dtype=np.int64)
     if len(lost) == table.num_episodes:
-        return columns
+        return None
     readable = np.ones(table.num_episodes, dtype=bool)
     readable[lost] = False
     # Zero rows of unreadable files would raise findings of their own: check what could be read.
@@ -107,7 +110,7 @@ def check_columns(table: EpisodeTable, settings: CheckSettings, found: Found) ->
     result.merge(check_instructions(part, codes, texts, view, settings.empty_instruction))
     result.bad_episodes = {int(numbers[e]) for e in result.bad_episodes}
     found.merge(result)
-    return columns
+    return view
 
 
 def missing_columns(table: EpisodeTable, settings: CheckSettings) -> Finding:

@@ -6,6 +6,7 @@ Every function returns all that it found; nothing stops at the first fault. Shap
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,18 @@ from megatron_vla.data.lerobot_columns import EXCLUDE_HINT, named_episodes
 from megatron_vla.data.metadata_v3 import UNREADABLE, parquet_problem
 from megatron_vla.data.video_backends import FrameMismatch, open_decoder
 from megatron_vla.data.video_encoder import fps_fraction
+from megatron_vla.data.video_probe import declared_codecs
 from megatron_vla.findings import Finding, error, warning
 
 
 @dataclass
 class Found:
-    """Findings, and the table rows of the episodes that an exclude list must name."""
+    """Findings, the table rows of the episodes that an exclude list must name, and for each video codec met one readable file
+    with the number of its frames that are needed."""
 
     findings: list[Finding] = field(default_factory=list)
     bad_episodes: set[int] = field(default_factory=set)
+    codec_files: dict[str, tuple[Path, int]] = field(default_factory=dict)
 
     def add(self, finding: Finding, episodes: np.ndarray | None = None) -> None:
         """Record a finding; `episodes` are table rows that cannot be trained on."""
@@ -38,6 +42,7 @@ class Found:
         """Add another check's result."""
         self.findings += other.findings
         self.bad_episodes |= other.bad_episodes
+        self.codec_files = {**other.codec_files, **self.codec_files}
 
 
 def check_table(table: EpisodeTable, keep_E: np.ndarray | None = None) -> Found:
@@ -117,7 +122,8 @@ def _check_intervals(table: EpisodeTable, camera: str, video: VideoFiles, keep_E
             error(
                 f"{video.files.relative_path(int(video.files.file_of_E[b]))}",
                 f"episode {table.episode_index_E[b]} starts at {video.from_timestamp_E[b]:.3f} s, before episode "
-                f"{table.episode_index_E[a]} ends at {video.to_timestamp_E[a]:.3f} s: offsets were not updated when merging",
+                f"{table.episode_index_E[a]} ends at {video.to_timestamp_E[a]:.3f} s: offset or file index was not "
+                f"updated when merging or converting",
                 "merge or convert again, or exclude these episodes (--exclude-episodes-file)",
             ),
             np.array([a, b]),
@@ -160,6 +166,12 @@ def sampled(items: Any, limit: int | None) -> list[Any]:
 def check_video_files(table: EpisodeTable, cameras: tuple[str, ...], max_files: int | None = None) -> Found:
     """Containers of the video files: readable, right rate, and as many frames as the episodes placed there."""
     found = Found()
+    if find_spec("av") is None:
+        # The container check needs PyAV; the decoder probe still runs, on what info.json says about codecs.
+        found.codec_files = declared_codecs(table, cameras)
+        if found.codec_files:
+            found.add(warning("videos", "not checked: PyAV is not installed", "pip install av"))
+        return found
     for camera in cameras:
         if camera not in table.videos:
             continue
@@ -168,10 +180,11 @@ def check_video_files(table: EpisodeTable, cameras: tuple[str, ...], max_files: 
             where = f"{video.files.relative_path(file)} ({named_episodes(table, episodes)})"
             ends = video.first_frame_E[episodes] + table.length_E[episodes]
             try:
-                frames, rate = container_frames(video.files.path(file), table.fps)
+                frames, rate, codec = container_facts(video.files.path(file), table.fps)
             except ValueError as problem:
                 found.add(error(where, str(problem), EXCLUDE_HINT), episodes)
                 continue
+            found.codec_files.setdefault(codec, (video.files.path(file), int(min(frames, ends.max()))))
             if rate is not None and abs(rate - table.fps) > 0.01 * table.fps:
                 found.add(
                     error(where, f"{rate:g} fps, meta/info.json says {table.fps:g}", "correct fps, or encode again"), episodes
@@ -181,7 +194,7 @@ def check_video_files(table: EpisodeTable, cameras: tuple[str, ...], max_files: 
                 found.add(
                     error(
                         where,
-                        f"{frames} frames, {named_episodes(table, beyond)} need {int(ends.max())}: the file is cut "
+                        f"{frames} frames, {named_episodes(table, beyond)} reach to {int(ends.max())}: the file is cut "
                         f"off, a frame is "
                         "missing, or the file index is stale",
                         EXCLUDE_HINT,
@@ -199,8 +212,8 @@ def check_video_files(table: EpisodeTable, cameras: tuple[str, ...], max_files: 
     return found
 
 
-def container_frames(path: Path, fps: float) -> tuple[int, float | None]:
-    """(frames, average rate) as the container's index says, without decoding. Raises ValueError for an unreadable or cut
+def container_facts(path: Path, fps: float) -> tuple[int, float | None, str]:
+    """(frames, average rate, codec) as the container's index says, without decoding. Raises ValueError for an unreadable or cut
     file."""
     import av
 
@@ -220,27 +233,33 @@ def container_frames(path: Path, fps: float) -> tuple[int, float | None]:
             if not frames and stream.duration and stream.time_base:
                 frames = round(float(stream.duration * stream.time_base * fps_fraction(fps)))
             rate = float(stream.average_rate) if stream.average_rate else None
-            return int(frames), rate
+            return int(frames), rate, str(stream.codec_context.codec.canonical_name)
     except (av.error.FFmpegError, OSError) as problem:
-        raise ValueError(f"not readable as video ({problem})") from problem
+        raise ValueError(f"not readable as video ({problem.strerror or problem})") from problem
 
 
-def check_frames(table: EpisodeTable, cameras: tuple[str, ...], backend: str = "pyav") -> Found:
-    """Decode every frame that training may ask for (slow): each one must decode and be at its own time."""
+def check_frames(table: EpisodeTable, cameras: tuple[str, ...], skip: frozenset[int], backend: str = "pyav") -> Found:
+    """Decode every frame that training may ask for (slow): each one must decode and be at its own time.
+
+    `skip`: table rows of episodes that are known to be bad already.
+    """
     found = Found()
     for camera in cameras:
         if camera in table.videos:
-            found.merge(_decode_video(table, camera, backend))
+            found.merge(_decode_video(table, camera, skip, backend))
         else:
-            found.merge(_decode_images(table, camera))
+            found.merge(_decode_images(table, camera, skip))
     return found
 
 
-def _decode_video(table: EpisodeTable, camera: str, backend: str) -> Found:
+def _decode_video(table: EpisodeTable, camera: str, skip: frozenset[int], backend: str) -> Found:
     found = Found()
     video = table.videos[camera]
     for file, episodes in video.files.episodes_by_file():
         path, name = video.files.path(file), video.files.relative_path(file)
+        episodes = np.array([e for e in episodes if int(e) not in skip], dtype=np.int64)
+        if not len(episodes):
+            continue
         try:
             decoder = open_decoder(backend, path, table.fps)
         except ValueError as problem:
@@ -262,10 +281,12 @@ def _decode_video(table: EpisodeTable, camera: str, backend: str) -> Found:
     return found
 
 
-def _decode_images(table: EpisodeTable, camera: str) -> Found:
+def _decode_images(table: EpisodeTable, camera: str, skip: frozenset[int]) -> Found:
     found = Found()
     source = FrameSource(table, "pyav", cache_size=1)
     for episode in range(table.num_episodes):
+        if episode in skip:
+            continue
         try:
             for k in range(int(table.length_E[episode])):
                 source.frames(camera, episode, [k])

@@ -60,35 +60,16 @@ def import_problem(backend: str) -> str | None:
     return f"import fails: {lines[-1] if lines else 'no message'}"
 
 
-def files_by_codec(table: EpisodeTable, cameras: tuple[str, ...]) -> dict[str, tuple[Path, int]]:
-    """codec -> (a file that has it, frames that its episodes need). Looks at the first and last file of each camera."""
+def declared_codecs(table: EpisodeTable, cameras: tuple[str, ...]) -> dict[str, tuple[Path, int]]:
+    """codec as meta/info.json declares it -> (a file of that camera, frames of it that its episodes need)."""
     found: dict[str, tuple[Path, int]] = {}
     for camera in cameras:
         video = table.videos.get(camera)
-        if video is None:
-            continue
-        last_frame_E = video.first_frame_E + table.length_E
-        for episode in (0, table.num_episodes - 1):
-            file = video.files.file_of_E[episode]
-            path = video.files.path(int(file))
-            codec = stream_codec(path) or table.features[camera].codec or "unknown codec"
-            frames = int(last_frame_E[video.files.file_of_E == file].max())
-            if path.is_file() and codec not in found:
-                found[codec] = (path, frames)
+        if video is not None:
+            in_file = video.files.file_of_E == video.files.file_of_E[0]
+            frames = int((video.first_frame_E + table.length_E)[in_file].max())
+            found.setdefault(table.features[camera].codec or "unknown codec", (video.files.path_of(0), frames))
     return found
-
-
-def stream_codec(path: Path) -> str | None:
-    """Codec name as the file itself says (info.json is sometimes wrong); None if PyAV is absent or cannot tell."""
-    if find_spec("av") is None or not path.is_file():
-        return None
-    import av
-
-    try:
-        with av.open(str(path)) as container:
-            return str(container.streams.video[0].codec_context.codec.canonical_name) if container.streams.video else None
-    except (av.error.FFmpegError, OSError):
-        return None
 
 
 def probe(backend: str, path: Path, num_frames: int, fps: float, reference: Any = None) -> str:
