@@ -42,6 +42,7 @@ STREAM_FLAGS = (
     "exclude_episodes_file",
     "empty_instruction",
     "drop_nonfinite",
+    "drop_idle_frames",
     "statistics_quantiles",
 )
 
@@ -220,6 +221,11 @@ def open_columns(
         if not keep_N.all():
             what = f"{(~keep_N).sum()} of {len(dataset)} samples left out: NaN or Inf in their state or action chunk"
             findings.append(warning("--drop-nonfinite", what, "as asked"))
+    if data.drop_idle_frames:
+        idle_N = dataset.idle_N()
+        keep_N &= ~idle_N
+        what = f"{idle_N.sum()} of {len(dataset)} samples left out: the state does not move"
+        findings.append(warning("--drop-idle-frames", what, "as asked"))
     if not keep_N.any():
         findings.append(error("--data-path", f"no sample of {len(dataset)} is left", "repair the dataset"))
     return OpenedColumns(dataset, names, np.flatnonzero(keep_N), findings)
