@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from megatron_vla.data.batch import Batch
 from megatron_vla.findings import Finding, error, raise_errors
 from megatron_vla.models.common.key_map import KeyMap
 from megatron_vla.models.common.resolution import REINITIALIZE_FLAG, Resolution, ShapeFlags, resolve
@@ -51,8 +52,12 @@ class Filler:
 
 @dataclass(frozen=True)
 class ConversionRecord:
-    """What a native folder remembers of its source: layout, header metadata, and each parameter's released names."""
+    """What a native folder remembers of its source: layout, header metadata, and each parameter's released names.
 
+    `config` is the family's section, since shapes do not tell everything.
+    """
+
+    config: dict[str, Any]
     layout: str
     metadata: dict[str, str]
     names: dict[str, list[str]]
@@ -60,24 +65,39 @@ class ConversionRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConverter:
-    """Everything about one family's checkpoints. `build_module(config)` builds the model without initialising it."""
+    """Everything about one family's checkpoints.
+
+    build_module(config): the model, not initialised; initialize(model, seed): its first values; infer_sizes(shapes): what the
+    tensors' shapes say about the configuration; shapeless_fields: configuration that changes the mathematics and that shapes
+    do not show; fixed_batch(config): the input of forward checks.
+    """
 
     key_map: KeyMap
     layouts: tuple[Layout, ...]
     fillers: tuple[Filler, ...]
     shape_flags: tuple[ShapeFlags, ...]
     layer_flags: Mapping[str, str]
+    shapeless_fields: tuple[str, ...]
     build_module: Callable[[Any], nn.Module]
+    initialize: Callable[[nn.Module, int], None]
     infer_sizes: Callable[[Mapping[str, tuple[int, ...]]], dict[str, int]]
+    fixed_batch: Callable[[Any], Batch]
 
     def check_file(self, path: Paths, config: Any, reinitialize: Sequence[str] = ()) -> list[Finding]:
         """What is wrong with loading `path` into a model of `config`; reads headers only, takes a second."""
         with torch.device("meta"):
             module = self.build_module(config)
         try:
-            return self._resolve(open_tensors(_listed(path)), module, reinitialize, path).findings
+            findings = self._resolve(open_tensors(_listed(path)), module, reinitialize, path).findings
         except ValueError as problem:
             return [error("--pretrained-checkpoint", str(problem), "name a released or converted checkpoint")]
+        stored = stored_config(_listed(path)[0]) or {}
+        for field in self.shapeless_fields:
+            value = getattr(config, field)
+            if stored.get(field, value) != value:
+                flag = "--" + field.replace("_", "-")
+                findings.append(error(flag, f"{value} here, {stored[field]} in {path}", f"use {flag} {stored[field]}"))
+        return findings
 
     def load(self, path: Paths, model: nn.Module, reinitialize: Sequence[str] = (), report: Report = print) -> None:
         """Copy every parameter of `model` from `path`; raises CheckError unless names and shapes match exactly.
@@ -125,7 +145,7 @@ class CheckpointConverter:
         write_tensors(folder, tensors, {"format": "pt"}, max_shard_bytes)
         if resolution.extras:
             save_file({name: source.read(name) for name in resolution.extras}, folder / EXTRAS_FILE)
-        record = ConversionRecord(self._layout_of(source), dict(source.metadata), names)
+        record = ConversionRecord(asdict(config), self._layout_of(source), dict(source.metadata), names)
         (folder / RECORD_FILE).write_text(json.dumps(asdict(record), indent=1) + "\n")
         report(f"converted {len(resolution.found)}/{len(tensors)} tensors from {path} ({record.layout} layout) to {folder}")
         _report_leftovers(resolution, report)
@@ -221,6 +241,17 @@ class CheckpointConverter:
                 filled[name] = torch.zeros(shape, dtype=dtype)
                 report(f"note: {name} is unused by the model; wrote zeros {shape}, since strict loaders ask for it")
         return filled
+
+
+def stored_config(path: Path | str) -> dict[str, Any] | None:
+    """The family's section stored beside a converted or trained checkpoint, or None (released files have none of ours)."""
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    for name, key in ((RECORD_FILE, "config"), ("config.json", "family")):
+        if (folder / name).is_file():
+            content = json.loads((folder / name).read_text())
+            if key in content:
+                return dict(content[key])
+    return None
 
 
 def _listed(path: Paths) -> list[Path | str]:

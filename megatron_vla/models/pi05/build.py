@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron_vla.config.run import RunConfig
 from megatron_vla.models.common import initialization as draw
@@ -63,6 +64,11 @@ def initializer_of(name: str) -> draw.Initializer:
     return next(initializer for pattern, initializer in _WEIGHT_RULES if covers(pattern, name))
 
 
+def initialize(model: nn.Module, seed: int) -> None:
+    """Draw all first values from `seed`."""
+    draw.initialize_parameters(model, initializer_of, seed)
+
+
 def build_module(
     config: Pi05Config,
     *,
@@ -91,5 +97,5 @@ def build(config: RunConfig, groups: Any = None) -> Pi05Model:
     set_parameter_dtypes(model, parameter_dtype(config.model), FP32_PATTERNS)
     model = model.to_empty(device=groups.device if groups is not None else torch.device("cpu"))
     model.mark_dead_parameters()  # to_empty made new Parameter objects
-    draw.initialize_parameters(model, initializer_of, config.training.seed)
+    initialize(model, config.training.seed)
     return model

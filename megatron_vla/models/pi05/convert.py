@@ -9,7 +9,7 @@ import torch
 from megatron_vla.data.batch import Batch
 from megatron_vla.models.common.converter import CheckpointConverter, Filler, Layout
 from megatron_vla.models.common.resolution import ShapeFlags
-from megatron_vla.models.pi05.build import build_module
+from megatron_vla.models.pi05.build import build_module, initialize
 from megatron_vla.models.pi05.config import Pi05Config
 from megatron_vla.models.pi05.key_map import EXPERT_LM_HEAD, PI05_KEYS
 
@@ -118,6 +118,19 @@ CONVERTER = CheckpointConverter(
     fillers=(Filler(EXPERT_LM_HEAD, (("token_embedding.weight", 0), ("action_in_proj.weight", 0))),),
     shape_flags=SHAPE_FLAGS,
     layer_flags={"vision_tower.layers.*": "--vision-num-layers", "layers.*": "--num-layers"},
+    shapeless_fields=(
+        "vision_num_attention_heads",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "rope_theta",
+        "norm_epsilon",
+        "time_min_period",
+        "time_max_period",
+        "mask_padded_action_dims",
+    ),
     build_module=build_module,
+    initialize=initialize,
     infer_sizes=infer_sizes,
+    fixed_batch=fixed_batch,
 )

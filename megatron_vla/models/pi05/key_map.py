@@ -42,6 +42,8 @@ PI05_KEYS = KeyMap(
         Ignored("paligemma_with_expert.siglip_text", "SigLIP's text side; not part of this model"),
     ),
     spellings=(
+        # LeRobot wraps the model once more.
+        Spelling(r"^model\.(?=paligemma_with_expert\.|action_|time_mlp_)", ""),
         # A SigLIP file on its own: vision side, pooling head, text side with the contrastive scale.
         Spelling(r"^vision_model\.head\.", "paligemma_with_expert.vision_head."),
         Spelling(r"^vision_model\.", f"{_VISION}."),

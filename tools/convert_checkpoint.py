@@ -1,0 +1,121 @@
+"""Convert checkpoints: released files <-> this project's layout.
+
+    python tools/convert_checkpoint.py --input pi05_base/model.safetensors --output pi05_base_native
+    python tools/convert_checkpoint.py --input checkpoints/iter_0030000 --to lerobot --output export
+
+Converting to `native` checks names and shapes, builds the model, runs it on a fixed input and stores that input with its
+output; converting back runs the same input again. Dimensions are read from the tensors; what shapes cannot tell (head counts)
+comes from the configuration stored beside the input, else from the variant, and from the family's own flags (see --help).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_vla.config.cli import StrictParser, add_section, build_section
+from megatron_vla.models.common.converter import stored_config
+from megatron_vla.models.common.forward_check import REFERENCE_FILE, check_forward, write_reference
+from megatron_vla.models.registry import MODEL_FAMILIES, ModelFamily, model_family
+from megatron_vla.optimizations.patterns import covers
+
+
+def parser_of(family: ModelFamily) -> StrictParser:
+    """Flags of the tool, and the family's dimensions."""
+    layouts = [layout.name for layout in family.converter.layouts]
+    parser = StrictParser(prog="convert_checkpoint.py", description="Convert checkpoints: released files <-> native layout.")
+    parser.add_argument("--model-name", default=family.name, choices=list(MODEL_FAMILIES), help="model family")
+    parser.add_argument("--model-variant", default="base", choices=list(family.variants), help="where head counts come from")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        type=Path,
+        help="file, shard index or folder; several parts (vision, language) are joined",
+    )
+    parser.add_argument("--output", required=True, type=Path, help="folder to write; must not exist or be empty")
+    parser.add_argument("--to", default="native", choices=["native", *layouts], help="layout to write")
+    parser.add_argument(
+        "--random-modules", nargs="*", default=[], help="modules that the input lacks and that start afresh (dotted, '*')"
+    )
+    parser.add_argument("--seed", type=int, default=1234, help="seed of --random-modules")
+    parser.add_argument("--reference", type=Path, help="forward reference to compare with (default: the input folder's own)")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="allowed difference from the reference, of its maximum")
+    parser.add_argument("--max-shard-size-gb", type=float, help="write shards with an index above this size")
+    add_section(parser, family.config_type)
+    return parser
+
+
+def config_of(family: ModelFamily, options: argparse.Namespace) -> Any:
+    """The family's section: stored configuration or variant, then what the tensors' shapes say, then the flags given here."""
+    stored = stored_config(options.input[0])
+    base: Mapping[str, Any] = family.variants[options.model_variant] if stored is None else stored
+    inferred = family.converter.infer_sizes(family.converter.our_shapes(options.input))
+    given = {f.name: getattr(options, f.name) for f in dataclasses.fields(family.config_type) if f.name in options}
+    if "num_query_groups" in given and "kv_channels" not in given and "kv_channels" in inferred:
+        # Shapes only give the products; one key/value head was assumed.
+        inferred["num_attention_heads"] *= given["num_query_groups"]
+        inferred["kv_channels"] //= given["num_query_groups"]
+    return build_section(family.config_type, {**inferred, **given}, base)
+
+
+def _fresh_model(family: ModelFamily, config: Any, seed: int) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = family.converter.build_module(config)
+    model = model.to_empty(device="cpu")
+    family.converter.initialize(model, seed)
+    return model
+
+
+def convert(family: ModelFamily, options: argparse.Namespace) -> None:
+    """Convert, then prove that the result loads and computes. Raises ValueError with what is wrong."""
+    converter = family.converter
+    if options.output.exists() and any(options.output.iterdir()):
+        raise ValueError(f"--output {options.output}: not empty; name a new folder")
+    config = config_of(family, options)
+    limit = None if options.max_shard_size_gb is None else int(options.max_shard_size_gb * 1e9)
+    model = _fresh_model(family, config, options.seed)
+    if options.to == "native":
+        fresh = {n: p.detach() for n, p in model.named_parameters() if any(covers(r, n) for r in options.random_modules)}
+        converter.to_native(options.input, config, options.output, reinitialized=fresh, max_shard_bytes=limit)
+    else:
+        if len(options.input) != 1:
+            raise ValueError(
+                "--input: a released layout is written from one native checkpoint; convert the parts to native first"
+            )
+        converter.to_released(options.input[0], options.to, options.output, max_shard_bytes=limit)
+    converter.load(options.output, model)
+    own = options.input[0] / REFERENCE_FILE
+    reference = options.reference or (own if own.is_file() else None)
+    batch = converter.fixed_batch(config)
+    outcome = check_forward(model, batch, reference, options.tolerance)
+    compared = "no reference to compare with" if outcome.difference is None else f"differs by {outcome.difference:.3g}"
+    print(f"forward pass on a fixed input: finite, mean loss element {outcome.mean:.6f}, {compared}")
+    if options.to == "native":
+        write_reference(model, batch, options.output / REFERENCE_FILE)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status 0, or 1 with the reason on stderr."""
+    words = sys.argv[1:] if arguments is None else arguments
+    first_look = StrictParser(add_help=False)
+    first_look.add_argument("--model-name", default="pi05", choices=list(MODEL_FAMILIES))
+    known, _ = first_look.parse_known_args(words)
+    family = model_family(known.model_name)
+    try:
+        convert(family, argparse.Namespace(**parser_of(family).parse_flags(words)))
+    except ValueError as problem:
+        print(f"convert_checkpoint: {problem}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
