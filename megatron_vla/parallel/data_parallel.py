@@ -102,6 +102,10 @@ def _sum_over_ranks(group: Any, bucket: dist.GradBucket) -> torch.futures.Future
     return future.then(lambda done: done.value()[0])
 
 
+# torch compares a hook's annotations with its classes and takes no postponed (string) ones.
+_sum_over_ranks.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+
+
 class TorchDataParallel:
     """torch DistributedDataParallel with a summing hook."""
 
@@ -113,13 +117,16 @@ class TorchDataParallel:
                 "say so with --no-accumulate-allreduce-grads-in-fp32, or use --data-parallel-strategy megatron_ddp"
             )
         self.module = module
-        self.wrapped = nn.parallel.DistributedDataParallel(
-            module,
-            device_ids=[groups.device.index] if groups.device.type == "cuda" else None,
-            process_group=groups.data_parallel_group,
-            broadcast_buffers=False,  # nothing in the models changes a buffer during training
-            gradient_as_bucket_view=True,
-        )
+        with warnings.catch_warnings():
+            # torch 2.13 renames broadcast_buffers; 2.11 does not know the new name.
+            warnings.simplefilter("ignore", FutureWarning)
+            self.wrapped = nn.parallel.DistributedDataParallel(
+                module,
+                device_ids=[groups.device.index] if groups.device.type == "cuda" else None,
+                process_group=groups.data_parallel_group,
+                broadcast_buffers=False,  # nothing in the models changes a buffer during training
+                gradient_as_bucket_view=True,
+            )
         self.wrapped.register_comm_hook(groups.data_parallel_group, _sum_over_ranks)
         self.forward_module: nn.Module = self.wrapped
 
