@@ -4,52 +4,20 @@ from __future__ import annotations
 
 import sys
 
-from megatron_vla.config.run import RunConfig, parse_args
+from megatron_vla.config.run import parse_args
 from megatron_vla.findings import CheckError
-from megatron_vla.models.registry import ModelFamily, model_family
-from megatron_vla.optimizations.apply import apply_optimizations
-from megatron_vla.parallel.data_parallel import wrap
-from megatron_vla.parallel.failure import ends_all_ranks
-from megatron_vla.parallel.groups import initialize, shut_down, world_size_from_environment
-from megatron_vla.runner.build import build_runner
-from megatron_vla.training.checkpoint import TrainState, load_checkpoint
-from megatron_vla.training.ema import ParameterAverage
+from megatron_vla.models.registry import model_family
 from megatron_vla.training.logging import print_once
-from megatron_vla.training.loop import TrainingRun, train
-from megatron_vla.training.optimizer import AdamW
-from megatron_vla.training.preparation import prepare
-from megatron_vla.training.schedule import build_schedule
-
-
-def run(config: RunConfig, family: ModelFamily) -> None:
-    """One training run on this rank."""
-    world_size = world_size_from_environment()
-    resume, supply = prepare(config, family, world_size)
-    groups = initialize(config.parallel)
-    with ends_all_ranks(groups.rank, groups.world_size):
-        module = family.build(config, groups)
-        if config.model.pretrained_checkpoint is not None and resume is None:
-            reinitialize = config.model.pretrained_reinitialize
-            family.converter.load(config.model.pretrained_checkpoint, module, reinitialize, print_once)
-        module = apply_optimizations(module, config.optimization, print_once)
-        model = wrap(module, config.parallel, groups)
-        optimizer = AdamW(module.named_parameters(), config.optimizer)
-        average = None if config.optimizer.ema_decay is None else ParameterAverage(optimizer, config.optimizer.ema_decay)
-        schedule = build_schedule(config.optimizer, config.training.train_iters, config.global_batch_size(world_size))
-        state = TrainState(module, optimizer, average, schedule)
-        if resume is not None:
-            print_once(*load_checkpoint(resume, state, groups))
-        runner = build_runner(family, model, optimizer, average, groups, config)
-        train(TrainingRun(config, family, groups, supply, runner, state))
-    supply.close()
-    shut_down()
+from megatron_vla.training.loop import train
+from megatron_vla.training.session import training_session
 
 
 def main() -> None:
     """Command line entry. What a check found is printed alone, without a traceback, and ends with status 2."""
     config = parse_args()
     try:
-        run(config, model_family(config.model.model_name))
+        with training_session(config, model_family(config.model.model_name)) as run:
+            train(run)
     except CheckError as exception:
         print_once(exception)
         sys.exit(2)

@@ -1,0 +1,268 @@
+"""Run a ladder of named flag sets side by side, one process per rung, and write one JSON with every figure.
+
+    python tools/benchmark.py --ladder benchmarks/ladders/pi05.json --output benchmarks/pi05_ladder.json
+
+Reported per rung: median step time and samples/s, peak memory, model FLOP utilisation (three times the forward FLOPs of
+`model.flops_per_sample`, recomputation not counted, over the GPU's dense bf16 datasheet rate), kernels, host synchronisations
+and graph launches of one profiled steady step, the losses of the first ten steps on fixed draws and their difference to the
+rung above.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+# Dense bf16 datasheet rates in FLOP/s, by a piece of the name that torch reports.
+PEAK_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
+HOST_SYNC_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+NUM_COMPARED_LOSSES = 10
+
+
+def parse() -> argparse.Namespace:
+    """Command line of the ladder; `--worker` is the form in which this tool calls itself for one rung."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ladder", type=Path, help="JSON with name, common_flags and rungs [{name, flags}]")
+    parser.add_argument("--rungs", nargs="*", help="only these rungs (default: all)")
+    parser.add_argument("--output", type=Path, help="where to write the result JSON (a PNG goes beside it)")
+    parser.add_argument("--steps", type=int, default=20, help="measured steps per rung")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before the timing starts; their losses count")
+    parser.add_argument("--extra-flags", nargs=argparse.REMAINDER, default=[], help="appended to every rung (last argument)")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int) -> None:
+    """Train `warmup + steps` steps in this process and write the rung's figures to `output`."""
+    import torch
+
+    from megatron_vla.config.run import parse_args
+    from megatron_vla.models.registry import model_family
+    from megatron_vla.training.session import training_session
+
+    config = parse_args(rung["flags"])
+    with training_session(config, model_family(config.model.model_name)) as run:
+        on_gpu = run.groups.device.type == "cuda"
+        stepper = _Stepper(run, warmup + steps + 1)
+        losses: list[torch.Tensor] = []
+        times_ms: list[float] = []
+        for iteration in range(warmup + steps):
+            elapsed_ms, loss = stepper.timed(on_gpu)
+            losses.append(loss)
+            if iteration >= warmup:
+                times_ms.append(elapsed_ms)
+        peak_gib = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+        profiled = _profile_step(stepper) if on_gpu else {"kernels": None, "host_syncs": None, "graph_launches": None}
+        samples = config.global_batch_size(run.groups.world_size)
+        shapes = {name: list(tensor.shape) for name, tensor in stepper.last_batch.tensors().items()}
+        num_views, prompt_length = shapes["camera_is_present_BV"][1], shapes["tokens_BL"][1]
+        flops = 3.0 * run.state.module.flops_per_sample(num_views, prompt_length)
+        step_ms = statistics.median(times_ms)
+        name = torch.cuda.get_device_name() if on_gpu else ""
+        peak_rate = next((rate for piece, rate in PEAK_BF16_FLOPS.items() if piece in name), None)
+        result = {
+            "name": rung["name"],
+            "flags": rung["flags"],
+            "precision": "bf16" if config.model.bf16 else "fp32",
+            "samples_per_s": round(samples / step_ms * 1e3, 2),
+            "step_ms": round(step_ms, 2),
+            "step_ms_min_max": [round(min(times_ms), 2), round(max(times_ms), 2)],
+            "peak_memory_gib": None if peak_gib is None else round(peak_gib, 2),
+            "model_tflop_per_sample": round(flops / 1e12, 3),
+            "mfu": round(flops * samples / (step_ms * 1e-3) / peak_rate, 4) if peak_rate else None,
+            **profiled,
+            "losses": [float(loss) for loss in losses[:NUM_COMPARED_LOSSES]],
+            "batch": shapes,
+        }
+    output.write_text(json.dumps(result))
+
+
+class _Stepper:
+    """Steps of one run, each on micro-batches that are on the host before its clock starts."""
+
+    def __init__(self, run: Any, num_iterations: int):
+        groups = run.groups
+        self.run = run
+        self.iteration = 0
+        self.batches = run.supply.iterator(
+            0, groups.data_parallel_rank, groups.data_parallel_size, num_iterations, groups.device.type == "cuda"
+        )
+        self.last_batch: Any = None
+
+    def step(self, batches: list[Any]) -> Any:
+        """One optimizer step; returns its loss, still on the device."""
+        state = self.run.state
+        samples = self.run.config.global_batch_size(self.run.groups.world_size)
+        loss = self.run.runner.step(iter(batches), state.schedule.learning_rate(self.iteration * samples)).loss
+        self.iteration += 1
+        return loss
+
+    def fetch(self) -> list[Any]:
+        """The micro-batches of the next step."""
+        batches = [next(self.batches) for _ in range(self.run.config.num_microbatches(self.run.groups.world_size))]
+        self.last_batch = batches[-1]
+        return batches
+
+    def timed(self, on_gpu: bool) -> tuple[float, Any]:
+        """(ms, loss) of one step; on a GPU from an idle device until the last kernel is done."""
+        import torch
+
+        batches = self.fetch()
+        if on_gpu:
+            torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        loss = self.step(batches)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start_s) * 1e3, loss
+
+
+def _profile_step(stepper: _Stepper) -> dict[str, int]:
+    """Count kernels, copies, host synchronisations and graph launches of one steady step."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    batches = stepper.fetch()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        stepper.step(batches)
+        # Read by name, so that the profiler's own synchronisation at its end is told apart from the step's.
+        with torch.profiler.record_function("end of step"):
+            torch.cuda.synchronize()
+    events = profiler.events()
+    end = next(e.time_range.start for e in events if e.name == "end of step")
+    on_device = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and e.name != "end of step"]
+    copies = ("Memcpy", "Memset")
+    return {
+        "kernels": sum(not e.name.startswith(copies) for e in on_device),
+        "copies": sum(e.name.startswith(copies) for e in on_device),
+        "host_syncs": sum(e.name in HOST_SYNC_CALLS and e.time_range.start < end for e in events),
+        "graph_launches": sum(e.name == "cudaGraphLaunch" for e in events),
+    }
+
+
+def run_ladder(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Every rung in its own process, in order; a rung that fails is recorded with its message and the ladder goes on."""
+    ladder = json.loads(arguments.ladder.read_text())
+    results: list[dict[str, Any]] = []
+    for rung in ladder["rungs"]:
+        if arguments.rungs and rung["name"] not in arguments.rungs:
+            continue
+        flags = [*ladder["common_flags"], *rung["flags"], *arguments.extra_flags]
+        print(f"-- {rung['name']}: pretrain_vla.py {' '.join(flags)}", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            task, output = Path(folder) / "rung.json", Path(folder) / "result.json"
+            task.write_text(json.dumps({"name": rung["name"], "flags": flags, "output": str(output)}))
+            command = [sys.executable, __file__, "--worker", str(task)]
+            command += ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
+            finished = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+            if finished.returncode:
+                last_lines = (finished.stderr or finished.stdout).strip().splitlines()[-12:]
+                print("\n".join(last_lines), flush=True)
+                results.append({"name": rung["name"], "flags": flags, "error": last_lines[-1] if last_lines else "killed"})
+                continue
+            results.append(json.loads(output.read_text()))
+        _compare(results)
+        print(_line(results[-1]), flush=True)
+    return {**_environment(), "workload": _workload(ladder, results), "rungs": results}
+
+
+def _compare(results: list[dict[str, Any]]) -> None:
+    """Loss difference of the last rung to the nearest earlier one that ran."""
+    earlier = [r for r in results[:-1] if "losses" in r]
+    if earlier:
+        differences = [abs(a - b) for a, b in zip(results[-1]["losses"], earlier[-1]["losses"], strict=True)]
+        results[-1]["loss_vs_previous"] = {"mae": sum(differences) / len(differences), "max": max(differences)}
+
+
+def _environment() -> dict[str, Any]:
+    import platform
+
+    import torch
+
+    from importlib.metadata import version
+
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    versions["megatron-core"] = version("megatron-core")
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none (CPU)"
+    command = "python " + " ".join(sys.argv)
+    return {"gpu": gpu, "num_gpus": 1, "date": datetime.date.today().isoformat(), "versions": versions, "command": command}
+
+
+def _workload(ladder: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+    from megatron_vla.config.run import parse_args
+
+    config = parse_args(ladder["common_flags"])
+    batch = next((r["batch"] for r in results if "batch" in r), {})
+    return {
+        "model": f"{config.model.model_name} {config.model.model_variant}",
+        "micro_batch_size": config.training.micro_batch_size,
+        "cameras": config.data.mock_num_cameras,
+        "prompt_tokens": config.data.mock_prompt_length,
+        "first_rung_batch": batch,
+    }
+
+
+def _line(rung: dict[str, Any]) -> str:
+    def show(value: Any, unit: str) -> str:
+        return f"{value if value is not None else '-'} {unit}"
+
+    figures = [
+        show(rung["samples_per_s"], "samples/s"),
+        show(rung["step_ms"], "ms"),
+        show(rung["peak_memory_gib"], "GiB"),
+        show(rung["mfu"], "MFU"),
+        show(rung["kernels"], "kernels"),
+        show(rung["host_syncs"], "host syncs"),
+    ]
+    return f"   {rung['name']}: " + ", ".join(figures)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Bar chart of samples/s per rung."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rungs = [r for r in result["rungs"] if "samples_per_s" in r]
+    figure, axes = pyplot.subplots(figsize=(9, 0.6 + 0.45 * len(rungs)))
+    bars = axes.barh([r["name"] for r in rungs], [r["samples_per_s"] for r in rungs], color="#3b7dd8")
+    axes.bar_label(bars, padding=3)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"samples/s on {result['gpu']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Ladder, or one rung when called with --worker."""
+    arguments = parse()
+    if arguments.worker:
+        rung = json.loads(arguments.worker.read_text())
+        measure_rung(rung, Path(rung["output"]), arguments.steps, arguments.warmup)
+        return
+    if arguments.ladder is None or arguments.output is None:
+        raise SystemExit("--ladder and --output are required")
+    result = run_ladder(arguments)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    draw(result, arguments.output.with_suffix(".png"))
+    print(f"wrote {arguments.output} and {arguments.output.with_suffix('.png')}")
+    if any("error" in rung for rung in result["rungs"]):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
