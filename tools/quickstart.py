@@ -41,7 +41,7 @@ class QuickstartConfig:
     image_size: int = 112
     """Side of the recorded pictures and of the model's input in pixels (a multiple of 14)."""
 
-    train_iters: int = 160
+    train_iters: int = 300
     """Optimizer steps in total; the run is killed after half of them."""
 
     num_processes: int = 2
@@ -75,9 +75,11 @@ TRAINING_VALUES = {
     "lr": 1e-3,
     "min_lr": 1e-4,
     "lr_warmup_iters": 10,
-    "log_interval": 5,
-    "num_workers": 0,
+    "log_interval": 10,
+    "num_workers": 1,
 }
+# MetaWorld's actions shift the hand's target: they are relative to the state already.
+ACTION_FLAGS = ("--dataset-action-representation", "delta")
 CAMERA_FLAGS = ("--camera-map", "base=observation.images.top", "left_wrist=observation.images.wrist")
 
 
@@ -152,7 +154,7 @@ def train_and_kill(command: Sequence[str], save: Path, half: int) -> dict[int, f
     process = start(command)
     while process.poll() is None:
         losses = read_losses(save)
-        if saved_iteration(save) >= half and max(losses, default=0) >= half + 10:
+        if saved_iteration(save) >= half and max(losses, default=0) >= half + 20:
             kill_tree(process)
             print(f"   killed (SIGKILL) after iteration {max(losses)}; checkpoint: iteration {saved_iteration(save)}")
             return losses
@@ -174,7 +176,8 @@ def training_command(config: QuickstartConfig, output: Path, train_iters: int) -
         *("--model-name", "pi05", "--model-variant", "tiny"),
         *as_flags({**MODEL_SIZES, "image_size": config.image_size}),
         *("--data-path", str(output / "demonstrations"), "--tokenizer-model", str(output / "tokenizer.model")),
-        *("--statistics-path", str(output / "statistics.json"), *CAMERA_FLAGS),
+        *("--statistics-path", str(output / "statistics.json"), *ACTION_FLAGS),
+        *CAMERA_FLAGS,
         *as_flags(TRAINING_VALUES),
         *("--train-iters", str(train_iters), "--lr-decay-iters", str(config.train_iters)),
         *("--save", str(save), "--load", str(save), "--save-interval", str(config.train_iters // 2), "--tensorboard"),
@@ -186,13 +189,13 @@ def report(config: QuickstartConfig, output: Path, stages: Stages, losses_until_
     save = output / "checkpoints"
     logs = save / "logs"
     losses = [loss for _, loss in sorted(read_losses(ROOT / save).items())]
-    count = max(1, len(losses) // 16)
-    before, after = sum(losses[:count]) / count, sum(losses[-count:]) / count
+    first, last = losses[: max(1, len(losses) // 60)], losses[-max(1, len(losses) // 15) :]
+    before, after = sum(first) / len(first), sum(last) / len(last)
     replayed = {i: abs(loss - losses_until_kill[i]) for i, loss in read_losses(ROOT / save).items() if i in losses_until_kill}
     replayed = {i: difference for i, difference in replayed.items() if i > config.train_iters // 2}
     print("\n== done")
-    print(f"loss before         {before:.4f}   (mean of the first {count} of {len(losses)} iterations)")
-    print(f"loss after          {after:.4f}   (mean of the last {count})")
+    print(f"loss before         {before:.4f}   (mean of the first {len(first)} of {len(losses)} iterations)")
+    print(f"loss after          {after:.4f}   (mean of the last {len(last)})")
     if replayed:
         print(f"killed and resumed  {len(replayed)} iterations ran twice, largest loss difference {max(replayed.values()):.1e}")
     print(f"checkpoint          {save / f'iter_{config.train_iters:07d}'}")
@@ -205,7 +208,7 @@ def report(config: QuickstartConfig, output: Path, stages: Stages, losses_until_
     print(f"                    {sum(times.values()):.0f} s in total")
     more = training_command(config, output, config.train_iters * 5)
     print("\nTo go on, for example for five times as long:\n")
-    print(f"OMP_NUM_THREADS=1 {shlex.join([*more, '--override-resume-flags'])}\n")
+    print(f"OMP_NUM_THREADS=1 {shlex.join(more)}\n")
     if not after < before:
         raise SystemExit(f"quickstart failed: the loss did not fall ({before:.4f} -> {after:.4f})")
 
@@ -236,9 +239,11 @@ def quickstart(config: QuickstartConfig) -> None:
         if is_fresh(ROOT / output / "statistics.json", recording):
             print("   complete, reused")
         else:
-            run(python_command("tools/compute_norm_stats.py", *data, "--output", output / "statistics.json"))
+            horizon = ("--model-variant", "tiny", "--action-horizon", str(MODEL_SIZES["action_horizon"]), *ACTION_FLAGS)
+            written = ("--output", output / "statistics.json", "--overwrite")
+            run(python_command("tools/compute_norm_stats.py", *data, *horizon, *written))
     with stages.stage("check data"):
-        run(python_command("tools/check_dataset.py", demonstrations))
+        run(python_command("tools/check_dataset.py", *data, "--deep", *ACTION_FLAGS))
     command = training_command(config, output, config.train_iters)
     kill_file = ROOT / output / "losses_until_kill.json"
     with stages.stage("train, kill"):
@@ -259,4 +264,4 @@ def quickstart(config: QuickstartConfig) -> None:
 if __name__ == "__main__":
     parser = StrictParser(description=__doc__)
     add_section(parser, QuickstartConfig)
-    quickstart(build_section(QuickstartConfig, vars(parser.parse_args())))
+    quickstart(build_section(QuickstartConfig, parser.parse_flags(sys.argv[1:])))

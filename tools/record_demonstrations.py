@@ -16,6 +16,7 @@ import dataclasses
 import json
 import os
 import shutil
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -322,17 +323,17 @@ def print_summary(root: Path) -> None:
     print(f"{root}: {len(recording['episodes'])} episodes, {size:.1f} MB; pictures in {root / 'montage.png'}")
 
 
-def parse(arguments: Sequence[str] | None = None) -> RecordingConfig:
+def parse(arguments: Sequence[str]) -> RecordingConfig:
     """Flags -> RecordingConfig."""
     parser = StrictParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_section(parser, RecordingConfig)
-    config: RecordingConfig = build_section(RecordingConfig, vars(parser.parse_args(arguments)))
+    config: RecordingConfig = build_section(RecordingConfig, parser.parse_flags(arguments))
     return config
 
 
 if __name__ == "__main__":
     try:
-        print_summary(record(parse()))
+        print_summary(record(parse(sys.argv[1:])))
     except ValueError as failure:
         raise SystemExit(f"error: {failure}") from None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,17 +107,17 @@ def train_from_datasets(config: TokenizerConfig) -> SentencePieceTokenizer:
     return tokenizer
 
 
-def parse(arguments: Sequence[str] | None = None) -> TokenizerConfig:
+def parse(arguments: Sequence[str]) -> TokenizerConfig:
     """Flags -> TokenizerConfig."""
     parser = StrictParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_section(parser, TokenizerConfig)
-    config: TokenizerConfig = build_section(TokenizerConfig, vars(parser.parse_args(arguments)))
+    config: TokenizerConfig = build_section(TokenizerConfig, parser.parse_flags(arguments))
     return config
 
 
 if __name__ == "__main__":
     try:
-        train_from_datasets(parse())
+        train_from_datasets(parse(sys.argv[1:]))
     except ValueError as failure:
         raise SystemExit(f"error: {failure}") from None
