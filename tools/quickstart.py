@@ -198,7 +198,7 @@ def report(config: QuickstartConfig, output: Path, stages: Stages, losses_until_
     print(f"loss after          {after:.4f}   (mean of the last {len(last)})")
     if replayed:
         print(f"killed and resumed  {len(replayed)} iterations ran twice, largest loss difference {max(replayed.values()):.1e}")
-    print(f"checkpoint          {save / f'iter_{config.train_iters:07d}'}")
+    print(f"checkpoint          {save / f'iter_{saved_iteration(ROOT / save):07d}'}")
     print(f"first-batch picture {logs / 'first_batch.png'}")
     print(f"loss plot           {logs / 'loss_curve.png'}")
     print(f"metrics             {logs / 'metrics.jsonl'}   (TensorBoard: {logs / 'tensorboard'})")
