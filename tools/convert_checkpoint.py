@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_vla.config.cli import StrictParser, add_section, build_section
+from megatron_vla.config.cli import StrictParser, add_section, build_section, flag_name
 from megatron_vla.models.common.converter import stored_config
 from megatron_vla.models.common.forward_check import REFERENCE_FILE, check_forward, write_reference
 from megatron_vla.models.registry import MODEL_FAMILIES, ModelFamily, model_family
@@ -63,7 +63,12 @@ def config_of(family: ModelFamily, options: argparse.Namespace) -> Any:
         # Shapes only give the products; one key/value head was assumed.
         inferred["num_attention_heads"] *= given["num_query_groups"]
         inferred["kv_channels"] //= given["num_query_groups"]
-    return build_section(family.config_type, {**inferred, **given}, base)
+    config = build_section(family.config_type, {**inferred, **given}, base)
+    if stored is None:
+        unseen = [f for f in family.converter.shapeless_fields if f not in given and f not in inferred]
+        values = " ".join(f"{flag_name(f)} {vars(config)[f]}" for f in unseen)
+        print(f"not in the tensors, taken from --model-variant {options.model_variant}: {values}")
+    return config
 
 
 def _fresh_model(family: ModelFamily, config: Any, seed: int) -> nn.Module:

@@ -96,7 +96,7 @@ class CheckpointConverter:
             value = getattr(config, field)
             if stored.get(field, value) != value:
                 flag = "--" + field.replace("_", "-")
-                findings.append(error(flag, f"{value} here, {stored[field]} in {path}", f"use {flag} {stored[field]}"))
+                findings.append(error(flag, f"{value} here, {stored[field]} in {_shown(path)}", f"use {flag} {stored[field]}"))
         return findings
 
     def load(self, path: Paths, model: nn.Module, reinitialize: Sequence[str] = (), report: Report = print) -> None:
@@ -115,7 +115,7 @@ class CheckpointConverter:
                 if ours in resolution.found
             ]
         largest = max((float(change) for change in changes), default=0.0)
-        report(f"loaded {len(changes)}/{len(parameters)} tensors from {path}, max |Δ| by rounding {largest:.3g}")
+        report(f"loaded {len(changes)}/{len(parameters)} tensors from {_shown(path)}, max |Δ| by rounding {largest:.3g}")
         _report_leftovers(resolution, report)
 
     def to_native(
@@ -147,7 +147,9 @@ class CheckpointConverter:
             save_file({name: source.read(name) for name in resolution.extras}, folder / EXTRAS_FILE)
         record = ConversionRecord(asdict(config), self._layout_of(source), dict(source.metadata), names)
         (folder / RECORD_FILE).write_text(json.dumps(asdict(record), indent=1) + "\n")
-        report(f"converted {len(resolution.found)}/{len(tensors)} tensors from {path} ({record.layout} layout) to {folder}")
+        report(
+            f"converted {len(resolution.found)}/{len(tensors)} tensors from {_shown(path)} ({record.layout} layout) to {folder}"
+        )
         _report_leftovers(resolution, report)
 
     def to_released(
@@ -192,7 +194,7 @@ class CheckpointConverter:
 
     def _resolve(self, source: TensorSource, module: nn.Module, reinitialize: Sequence[str], path: Paths) -> Resolution:
         expected = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        where = f"--pretrained-checkpoint {path}"
+        where = f"--pretrained-checkpoint {_shown(path)}"
         return resolve(source, expected, self.key_map, self.shape_flags, self.layer_flags, reinitialize, where)
 
     def _read(self, source: TensorSource, resolution: Resolution, ours: str, report: Report) -> Tensor:
@@ -256,6 +258,10 @@ def stored_config(path: Path | str) -> dict[str, Any] | None:
 
 def _listed(path: Paths) -> list[Path | str]:
     return [path] if isinstance(path, str | Path) else list(path)
+
+
+def _shown(path: Paths) -> str:
+    return " + ".join(map(str, _listed(path)))
 
 
 def _copy_tensor(parameter: Tensor, tensor: Tensor) -> Tensor:
