@@ -59,7 +59,7 @@ class DataConfig:
     """Quantiles by sorting every value, or by openpi's running histogram of 5000 bins. auto: exact up to 100 million values."""
 
     allow_foreign_statistics: bool = False
-    """Accept a --statistics-path made on other data or transforms (a released checkpoint's own); the range check still applies."""
+    """Accept a --statistics-path made on other data or transforms (a released checkpoint's own); the range check still runs."""
 
     max_out_of_range_fraction: float = 0.2
     """Refuse statistics when more than this share of real samples normalizes outside [-1.5, 1.5] in any dimension."""
@@ -89,7 +89,7 @@ class DataConfig:
     """Leave out samples whose window holds NaN or Inf (printed with a count). Off: refuse them, located."""
 
     drop_idle_frames: bool = False
-    """Leave out samples whose state does not move to the next frame (printed with a count); their actions stay in other windows."""
+    """Leave out samples whose state does not move to the next frame (printed with a count); other windows keep their actions."""
 
     exclude_episodes_file: str | None = None
     """Text file with one episode index per line to leave out (tools/check_dataset.py writes one)."""

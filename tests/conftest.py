@@ -1,0 +1,36 @@
+"""Fixtures shared by all tests: small datasets, made once per session."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))  # the tools are scripts, not a package
+
+GOLDEN_DATASETS = ROOT / "tests" / "golden" / "datasets"
+
+
+@pytest.fixture(scope="session")
+def fixture_dataset(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """fixture_dataset(defect or None, version="v3.0") -> folder, shared by the session: do not change it."""
+    from make_fixture_dataset import make_dataset, make_defect
+
+    made: dict[tuple[str | None, str], Path] = {}
+
+    def get(defect: str | None = None, version: str = "v3.0") -> Path:
+        if (defect, version) not in made:
+            root = tmp_path_factory.mktemp(defect or "healthy") / version
+            made[defect, version] = make_dataset(root, version) if defect is None else make_defect(root, defect, version)
+        return made[defect, version]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def golden_datasets() -> dict[str, Path]:
+    """Datasets that LeRobot itself wrote: four episodes of 20 frames, two cameras, in both formats."""
+    return {"v2.1": GOLDEN_DATASETS / "lerobot_v2.1", "v3.0": GOLDEN_DATASETS / "lerobot_v3.0"}
