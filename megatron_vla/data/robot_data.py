@@ -97,16 +97,14 @@ def _width_findings(config: RunConfig, table: EpisodeTable, state_is_model_input
         return findings  # build_robot_dataset names the keys that exist
     action_dim, state_dim = table.features[data.action_key].size, table.features[data.state_key].size
     if action_dim > model.max_action_dim:
-        what = (
-            f"the dataset's {data.action_key} has {action_dim} dimensions, the model's action interface {model.max_action_dim}"
-        )
+        what = f"the dataset's {data.action_key} has {action_dim} dimensions, the model takes at most {model.max_action_dim}"
         fix = (
             f"use --max-action-dim {action_dim} or more; it gives action_in_proj and action_out_proj other shapes, so with "
             "--pretrained-checkpoint these layers start from random weights"
         )
         findings.append(error("--max-action-dim", what, fix))
     if state_dim > model.max_action_dim and state_is_model_input:
-        what = f"the dataset's {data.state_key} has {state_dim} dimensions, the model's state interface {model.max_action_dim}"
+        what = f"the dataset's {data.state_key} has {state_dim} dimensions, the model takes at most {model.max_action_dim}"
         findings.append(error("--max-action-dim", what, f"use --max-action-dim {state_dim} or more"))
     wrong = [dim for dim in data.delta_action_dims if not 0 <= dim < min(action_dim, state_dim)]
     if wrong:

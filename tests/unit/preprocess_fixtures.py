@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_vla.data.lerobot_writer import LeRobotWriter
 from megatron_vla.data.preprocess import Preprocessor, PreprocessSettings
 from megatron_vla.data.prompt import SentencePieceTokenizer
 from megatron_vla.data.statistics import Statistics
@@ -135,3 +138,42 @@ def settings(**changes: Any) -> PreprocessSettings:
 def preprocessor(dataset: MemoryDataset, **changes: Any) -> Preprocessor:
     chosen = settings(**changes)
     return Preprocessor(chosen, statistics_of(dataset, chosen.delta_action_dims), tokenizer())
+
+
+LENGTHS = (9, 6, 14, 11)
+
+
+def write_dataset(root: Path, action_dim: int = 3, change: Callable[[int, dict[str, np.ndarray]], None] | None = None) -> Path:
+    """Four episodes, two PNG cameras, state [5]; `change(episode, columns)` may spoil an episode before it is written."""
+    names = ["x", "y", "gripper", *(f"joint_{i}" for i in range(3, action_dim))]
+    features: dict[str, Any] = {key: {"dtype": "image", "shape": [16, 24, 3]} for key in CAMERAS}
+    features["observation.state"] = {"dtype": "float32", "shape": [5], "names": ["sx", "sy", "sg", "sa", "sb"]}
+    features["action"] = {"dtype": "float32", "shape": [action_dim], "names": names[:action_dim]}
+    writer = LeRobotWriter(root, fps=10, features=features)
+    generator = np.random.default_rng(1)
+    for episode, length in enumerate(LENGTHS):
+        state = np.cumsum(generator.normal(size=(length, 5)), axis=0).astype(np.float32)
+        action = np.resize(state[:, :3], (length, 3))[:, np.arange(action_dim) % 3] + 0.1
+        columns = {"observation.state": state, "action": action.astype(np.float32)}
+        if change is not None:
+            change(episode, columns)
+        frames = np.zeros((length, 16, 24, 3), dtype=np.uint8)
+        frames[..., 0] = episode * 50
+        frames[..., 1] = np.arange(length)[:, None, None] * 10
+        images = {key: frames + np.uint8(camera * 100) for camera, key in enumerate(CAMERAS)}
+        writer.add_episode(columns, images, f"pick up the {('red', 'green')[episode % 2]} block")
+    return writer.finalize()
+
+
+def write_tokenizer(folder: Path) -> Path:
+    path = folder / "tokenizer.model"
+    path.write_bytes(tokenizer_bytes())
+    return path
+
+
+def data_flags(dataset: Path, tokenizer_model: Path, *more: str) -> list[str]:
+    """Flags of a tiny run on `dataset`; later flags win."""
+    flags = ["--model-variant", "tiny", "--data-path", str(dataset), "--tokenizer-model", str(tokenizer_model)]
+    flags += ["--camera-map", *(f"{view}={key}" for view, key in zip(("base", "wrist"), CAMERAS, strict=True))]
+    flags += ["--action-horizon", "4", "--max-prompt-length", "100", "--num-workers", "0", "--micro-batch-size", "4"]
+    return [*flags, *more]
