@@ -174,6 +174,13 @@ def load_micro_batches(
         # A generator of its own: the default would draw a seed from torch's global stream.
         generator=torch.Generator().manual_seed(samples.seed),
     )
-    for loaded in loader:
-        report(loaded.times)
-        yield loaded.batch
+    micro_batches: Any = iter(loader)
+    try:
+        for loaded in micro_batches:
+            report(loaded.times)
+            yield loaded.batch
+    finally:
+        # An error's traceback keeps the iterator alive: its workers would stop whenever the garbage collector comes by, and
+        # then wait for each other's queues. torch has no public way to stop them.
+        if num_workers:
+            micro_batches._shutdown_workers()

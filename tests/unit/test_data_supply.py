@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,6 +156,7 @@ def test_a_bad_sample_ends_the_run_and_is_named(folder: Path, workers: int, monk
     monkeypatch.setattr(dataset_type, "__getitem__", broken)
     with pytest.raises(SampleError, match=r"sample 10 \(episode 1, frame 1, .*parquet\): OSError: camera file is cut off"):
         list(supply.iterator(0, 0, 1, 5, False))
+    assert not multiprocessing.active_children()
 
 
 def test_early_close_stops_the_workers(folder: Path) -> None:
@@ -164,6 +166,7 @@ def test_early_close_stops_the_workers(folder: Path) -> None:
     supply.close()
     with pytest.raises(StopIteration):
         next(batches)
+    assert not multiprocessing.active_children()
 
 
 def test_metrics_name_the_stages(folder: Path) -> None:
