@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -87,15 +86,46 @@ class RobotDataset:
         self.action_horizon = action_horizon
         self.findings, self.summary = tuple(findings), tuple(summary)
         self.frames = FrameSource(table, backend, cache_size)
-        self.state_ND = columns.values[state_key].reshape(columns.num_rows, -1)
-        self.actions_ND = columns.values[action_key].reshape(columns.num_rows, -1)
-        self.frame_of_N = columns.frame_of_R()
-        self._row_of_N = columns.episode_of_R()
-        self._first_E = columns.first_row_E
-        self._text_of_N, self._texts = instruction_codes(table, columns)
+        text_of_N, self._texts = instruction_codes(table, columns)
+        arrays = {
+            "state": columns.values[state_key].reshape(columns.num_rows, -1),
+            "actions": columns.values[action_key].reshape(columns.num_rows, -1),
+            "frame": columns.frame_of_R(),
+            "row": columns.episode_of_R(),
+            "first_row": columns.first_row_E,
+            "text": text_of_N,
+        }
+        # Held as tensors, since torch moves those to shared memory for spawned workers: one copy for all instead of one each.
+        # Arrays are views made on access, because sharing replaces the memory below the tensor.
+        self._arrays = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
 
     def __len__(self) -> int:
-        return len(self._row_of_N)
+        return len(self._arrays["row"])
+
+    @property
+    def state_ND(self) -> np.ndarray:
+        """float32 [N, D], physical units."""
+        return self._arrays["state"].numpy()
+
+    @property
+    def actions_ND(self) -> np.ndarray:
+        """float32 [N, D], physical units: each frame's own action."""
+        return self._arrays["actions"].numpy()
+
+    @property
+    def frame_of_N(self) -> np.ndarray:
+        """Frame number in its episode, int32 [N]."""
+        return self._arrays["frame"].numpy()
+
+    @property
+    def _row_of_N(self) -> np.ndarray:
+        """Row of the episode table, int32 [N]."""
+        return self._arrays["row"].numpy()
+
+    @property
+    def _first_E(self) -> np.ndarray:
+        """Sample at which each episode starts, and N: int64 [E + 1]."""
+        return self._arrays["first_row"].numpy()
 
     @property
     def episode_of_N(self) -> np.ndarray:
@@ -127,7 +157,7 @@ class RobotDataset:
 
     def instruction(self, index: int) -> str:
         """Task text of sample `index`; empty if it has none."""
-        code = int(self._text_of_N[index])
+        code = int(self._arrays["text"][index])
         return self._texts[code] if code >= 0 else ""
 
     def idle_N(self) -> np.ndarray:
@@ -145,13 +175,6 @@ class RobotDataset:
         for array in (self.table.episode_index_E, self.table.length_E, self.state_ND, self.actions_ND):
             digest.update(np.ascontiguousarray(array).tobytes() if array.size < 1 << 16 else np.ascontiguousarray(array).data)
         return digest.hexdigest()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # torch's pickler for processes moves tensors to shared memory: one copy for all workers instead of one each.
-        return {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in self.__dict__.items()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in state.items()})
 
 
 def build_robot_dataset(data_config: DataConfig, action_horizon: int, camera_keys: Sequence[str]) -> RobotDataset:

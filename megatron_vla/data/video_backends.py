@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from megatron_vla.data.video_encoder import fps_fraction
 BACKENDS = ("pyav", "decord", "torchcodec")
 # Decode on instead of seeking when the next wanted frame is this close: a seek costs at least the key frame and a flush.
 FORWARD_FRAMES = 24
+LEADING_PACKETS, LEADING_KEYS = 600, 3  # how far a file is searched for open GOPs: it is one encoder's habit
 
 
 class FrameMismatch(ValueError):
@@ -126,8 +128,32 @@ class PyAVDecoder:
         self._container.close()
 
 
+def has_leading_pictures(path: Path) -> bool:
+    """True if pictures that are shown before a key frame are stored after it (open GOP), as far as the first key frames tell.
+
+    A decoder that seeks to such a key frame drops them. Whoever counts frames from there, as decord does, is off by their
+    number.
+    """
+    import av
+
+    with av.open(str(path)) as container:
+        key_pts, keys = None, 0
+        for number, packet in enumerate(container.demux(container.streams.video[0])):
+            if packet.pts is None or number > LEADING_PACKETS or keys > LEADING_KEYS:
+                break
+            if packet.is_keyframe:
+                key_pts, keys = packet.pts, keys + 1
+            elif key_pts is not None and packet.pts < key_pts:
+                return True
+    return False
+
+
 class DecordDecoder:
-    """decord2 (import name decord). decord 0.6.0, the older package of the same name, has no AV1."""
+    """decord2 (import name decord). decord 0.6.0, the older package of the same name, has no AV1.
+
+    decord tells the time of an index, not of the picture it decoded, so files where the two can differ are refused when PyAV
+    is there to recognise them.
+    """
 
     def __init__(self, path: Path, fps: float):
         import decord
@@ -144,6 +170,11 @@ class DecordDecoder:
                 else ""
             )
             raise ValueError(f"{path}: decord cannot open it ({text}) {hint or '-> --video-backend pyav'}") from problem
+        if find_spec("av") is not None and has_leading_pictures(path):
+            raise ValueError(
+                f"{path}: pictures shown before a key frame are stored after it (open GOP); decord returns their neighbours "
+                "after a seek -> --video-backend pyav"
+            )
         self._start = float(self._reader.get_frame_timestamp(0)[0])
 
     def frames_at(self, indices: Sequence[int]) -> np.ndarray:

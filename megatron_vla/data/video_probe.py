@@ -19,6 +19,7 @@ MODULES = {"pyav": "av", "decord": "decord", "torchcodec": "torchcodec.decoders"
 PACKAGES = {"pyav": "av", "decord": "decord2", "torchcodec": "torchcodec"}
 # Two decoders may differ by colour rounding, never by a whole picture.
 MAX_MEAN_DIFFERENCE = 12.0
+PROBE_FRAMES = 8
 IMPORT_TIMEOUT_SECONDS = 120
 
 
@@ -73,12 +74,12 @@ def declared_codecs(table: EpisodeTable, cameras: tuple[str, ...]) -> dict[str, 
 
 
 def probe(backend: str, path: Path, num_frames: int, fps: float, reference: Any = None) -> str:
-    """ "works", or what went wrong when decoding two frames of `path`; `reference` [2, H, W, 3] are the right ones if known."""
+    """ "works", or what went wrong when decoding frames of `path` one by one; `reference` [n, H, W, 3] has the right ones."""
     indices = probe_indices(num_frames)
     try:
         decoder = open_decoder(backend, path, fps)
         try:
-            frames_nHWC = decoder.frames_at(indices)
+            frames_nHWC = np.concatenate([decoder.frames_at([index]) for index in indices])
         finally:
             decoder.close()
     except (ValueError, RuntimeError, OSError, ImportError) as problem:
@@ -95,8 +96,9 @@ def probe(backend: str, path: Path, num_frames: int, fps: float, reference: Any 
 
 
 def probe_indices(num_frames: int) -> list[int]:
-    """A frame in the middle (needs a seek) and the last one that is needed."""
-    return [num_frames // 2, num_frames - 1]
+    """Frames all over the file, backwards: each one needs a seek, and a backend that counts wrongly is off somewhere."""
+    spread = np.linspace(0, num_frames - 1, PROBE_FRAMES).astype(int)
+    return sorted({int(i) for i in spread}, reverse=True)
 
 
 def choose_backend(requested: str, codec_files: Mapping[str, tuple[Path, int]], fps: float) -> BackendChoice:
