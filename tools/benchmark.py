@@ -188,10 +188,9 @@ def _compare(results: list[dict[str, Any]]) -> None:
 
 def _environment() -> dict[str, Any]:
     import platform
+    from importlib.metadata import version
 
     import torch
-
-    from importlib.metadata import version
 
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
     versions["megatron-core"] = version("megatron-core")
@@ -240,6 +239,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 0.6 + 0.45 * len(rungs)))
     bars = axes.barh([r["name"] for r in rungs], [r["samples_per_s"] for r in rungs], color="#3b7dd8")
     axes.bar_label(bars, padding=3)
+    axes.margins(x=0.12)
     axes.invert_yaxis()
     axes.set_xlabel(f"samples/s on {result['gpu']}")
     figure.tight_layout()
