@@ -17,13 +17,14 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_vla.data.normalization import Normalization, Normalizer
-from megatron_vla.findings import Finding, error
+from megatron_vla.findings import Finding, error, warning
 
 QUANTILES: Mapping[str, float] = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 QuantileMethod = Literal["exact", "histogram"]
 NUM_HISTOGRAM_BINS = 5000
 FORMAT_VERSION = 1
 OUTSIDE = 1.5  # a quantile-normalized value beyond this is out of range
+FAR_OUTSIDE = 20.0  # one such value outweighs hundreds of ordinary ones in a squared error
 SANITY_SAMPLES = 1000
 
 
@@ -236,6 +237,12 @@ def range_table(
         largest_D = magnitude_ND.max(axis=0)
         for dim, (outside, largest) in enumerate(zip(outside_D, largest_D, strict=True)):
             table.append({"feature": feature, "dim": dim, "name": names[feature][dim], "outside": outside, "max": largest})
+        rare = [dim for dim in range(len(outside_D)) if FAR_OUTSIDE < largest_D[dim] < np.inf and outside_D[dim] <= limit]
+        if rare:
+            shown = ", ".join(f"{names[feature][d]} (max {largest_D[d]:.4g})" for d in rare[:12])
+            what = f"{len(rare)} dimension(s) hold rare but huge normalized values: {shown}"
+            fix = "they dominate the loss when drawn: look for outliers, or for a dimension that hardly moves"
+            findings.append(warning(f"normalization of {feature}", what, fix))
         bad = [dim for dim in range(len(outside_D)) if outside_D[dim] > limit or not np.isfinite(largest_D[dim])]
         if bad:
             shown = ", ".join(f"{names[feature][d]} ({outside_D[d]:.0%} outside, max {largest_D[d]:.4g})" for d in bad[:12])

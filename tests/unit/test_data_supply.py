@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,6 +158,30 @@ def test_a_bad_sample_ends_the_run_and_is_named(folder: Path, workers: int, monk
     with pytest.raises(SampleError, match=r"sample 10 \(episode 1, frame 1, .*parquet\): OSError: camera file is cut off"):
         list(supply.iterator(0, 0, 1, 5, False))
     assert not multiprocessing.active_children()
+
+
+def test_samples_can_be_pickled_for_spawned_workers(folder: Path) -> None:
+    samples = supply_of(folder)._samples
+    again = pickle.loads(pickle.dumps(samples))
+    first, second = samples[1, 17][0], again[1, 17][0]
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert np.array_equal(value, second[name]), name
+
+
+def test_idle_samples_are_left_out_and_counted(tmp_path: Path) -> None:
+    def stand_still(episode: int, columns: dict[str, np.ndarray]) -> None:
+        if episode == 1:
+            columns["observation.state"][2:5] = columns["observation.state"][2]  # frames 2 and 3 do not move on
+
+    write_dataset(tmp_path / "data", change=stand_still)
+    write_tokenizer(tmp_path)
+    assert supply_of(tmp_path).num_samples == NUM_SAMPLES
+    supply = supply_of(tmp_path, "--drop-idle-frames", "--no-shuffle")
+    assert supply.num_samples == NUM_SAMPLES - 2
+    seen = {index for _, index in by_sample(supply.iterator(0, 0, 1, 9, False))}
+    assert set(range(36)) - seen == {LENGTHS[0] + 2, LENGTHS[0] + 3}
+    assert any("2 of 40 samples left out" in str(finding) for finding in supply.findings)
 
 
 def test_early_close_stops_the_workers(folder: Path) -> None:

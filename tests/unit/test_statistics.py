@@ -142,8 +142,11 @@ def test_N02_range_check_names_dimensions() -> None:
     assert len(findings) == 1
     assert "1 dimension(s)" in findings[0].what
     assert "b (30% outside, max 3200)" in findings[0].what
-    assert range_table({"state": rows}, names, limit=0.3)[1] == []
-    assert "a (" in range_table({"state": np.where(rows == rows[5, 0], np.nan, rows)}, names, limit=1.0)[1][0].what
+    (rare,) = range_table({"state": rows}, names, limit=0.3)[1]
+    assert rare.severity == "warning"
+    assert "b (max 3200)" in rare.what
+    assert range_table({"state": rows[300:]}, names, limit=0.0)[1] == []
+    assert "a (" in range_table({"state": np.where(rows == rows[5, 0], np.nan, rows)}, names, limit=1.0)[1][-1].what
 
 
 def test_N04_windows_that_hold_a_nonfinite_value() -> None:
