@@ -30,9 +30,9 @@ $(STAMP): setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version.split()[0] + "; make PYTHON=python3.12 ...")'
 	@echo "== install into $(VENV) (once, 1-3 minutes)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet setuptools wheel
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install -qq setuptools wheel
+	$(BIN)/python -m pip install -qq "$(TORCH)"
+	$(BIN)/python -m pip install -qq --no-build-isolation --editable ".[$(EXTRAS)]"
 	@touch $@
 
 quickstart:

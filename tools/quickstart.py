@@ -154,7 +154,7 @@ def train_and_kill(command: Sequence[str], save: Path, half: int) -> dict[int, f
     process = start(command)
     while process.poll() is None:
         losses = read_losses(save)
-        if saved_iteration(save) >= half and max(losses, default=0) >= half + 20:
+        if saved_iteration(save) >= half and max(losses, default=0) >= half + 10:
             kill_tree(process)
             print(f"   killed (SIGKILL) after iteration {max(losses)}; checkpoint: iteration {saved_iteration(save)}")
             return losses
