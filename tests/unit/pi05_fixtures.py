@@ -174,8 +174,8 @@ def our_name(released: str) -> str:
 def relative_difference(actual: Tensor, expected: Tensor) -> float:
     """Largest difference over the largest magnitude of `expected`."""
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
-    scale = expected.double().abs().max().clamp(min=1e-300)
-    return float((actual.double() - expected.double()).abs().max() / scale)
+    difference = actual.detach().double() - expected.detach().double()
+    return float(difference.abs().max() / expected.detach().double().abs().max().clamp(min=1e-300))
 
 
 def uniform(seed: int, shape: Sequence[int]) -> Tensor:

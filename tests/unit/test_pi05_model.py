@@ -320,7 +320,7 @@ def test_forward_step_contract() -> None:
     loss_sum, count, metrics = loss_func(output)
     assert loss_sum.shape == count.shape == torch.Size([]) and all(m.shape == torch.Size([]) for m in metrics.values())
     assert int(count) == 21
-    assert float(loss_sum) == pytest.approx(float(output[0, :3, :7].sum()), rel=1e-14)
+    assert float(loss_sum.detach()) == pytest.approx(float(output[0, :3, :7].detach().sum()), rel=1e-14)
     assert {f.name for f in dataclasses.fields(batch)} >= FAMILY.batch_fields
 
 

@@ -93,7 +93,7 @@ class CheckpointConverter:
             return [error("--pretrained-checkpoint", str(problem), "name a released or converted checkpoint")]
         stored = stored_config(_listed(path)[0]) or {}
         for field in self.shapeless_fields:
-            value = getattr(config, field)
+            value = vars(config)[field]
             if stored.get(field, value) != value:
                 flag = "--" + field.replace("_", "-")
                 findings.append(error(flag, f"{value} here, {stored[field]} in {_shown(path)}", f"use {flag} {stored[field]}"))
@@ -109,13 +109,15 @@ class CheckpointConverter:
         raise_errors(resolution.findings)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
-            changes = [
-                _copy_tensor(parameters[ours], self._read(source, resolution, ours, report))
+            changes = {
+                ours: _copy_tensor(parameters[ours], self._read(source, resolution, ours, report))
                 for ours in parameters
                 if ours in resolution.found
-            ]
-        largest = max((float(change) for change in changes), default=0.0)
-        report(f"loaded {len(changes)}/{len(parameters)} tensors from {_shown(path)}, max |Δ| by rounding {largest:.3g}")
+            }
+        worst = max(changes, key=lambda name: float(changes[name]), default=None)
+        largest = 0.0 if worst is None else float(changes[worst])
+        place = f" (in {worst})" if largest else ""
+        report(f"loaded {len(changes)}/{len(parameters)} tensors from {_shown(path)}, max |Δ| by rounding {largest:.3g}{place}")
         _report_leftovers(resolution, report)
 
     def to_native(

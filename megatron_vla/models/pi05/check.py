@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron_vla.config.run import RunConfig
 from megatron_vla.findings import Finding, error
@@ -35,12 +36,12 @@ _POSITIVE = (
 def check(config: RunConfig) -> list[Finding]:
     """Everything wrong with the family's section; reads headers of --pretrained-checkpoint, builds no weights."""
     findings = list(_dimension_findings(config.family))
-    if not findings and config.model.pretrained_checkpoint is not None:
-        findings += CONVERTER.check_file(
-            config.model.pretrained_checkpoint, config.family, config.model.pretrained_reinitialize
-        )
-    if config.model.pretrained_reinitialize and config.model.pretrained_checkpoint is None:
-        where = "--pretrained-reinitialize " + " ".join(config.model.pretrained_reinitialize)
+    checkpoint, reinitialize = config.model.pretrained_checkpoint, config.model.pretrained_reinitialize
+    # A path that does not exist is reported with the other paths.
+    if not findings and checkpoint is not None and Path(checkpoint).exists():
+        findings += CONVERTER.check_file(checkpoint, config.family, reinitialize)
+    if reinitialize and checkpoint is None:
+        where = "--pretrained-reinitialize " + " ".join(reinitialize)
         findings.append(error(where, "no --pretrained-checkpoint is given", "give one, or drop the flag"))
     return findings
 
