@@ -74,6 +74,8 @@ class RowGroupReader:
 
     def cells(self, column: str, rows: Sequence[int]) -> list[Any]:
         """Values of `column` in file rows `rows`."""
+        if column not in self._file.schema_arrow.names:
+            raise ValueError(f"{self.path}: no column {column}; it has {', '.join(self._file.schema_arrow.names)}")
         values = []
         for row in rows:
             group = int(np.searchsorted(self._starts, row, side="right")) - 1

@@ -51,6 +51,7 @@ class PyAVDecoder:
 
     def __init__(self, path: Path, fps: float):
         import av
+        from av.video.reformatter import VideoReformatter
 
         self.path = path
         try:
@@ -66,7 +67,9 @@ class PyAVDecoder:
         self._stream.codec_context.thread_count = 1
         self._start: int = self._stream.start_time or 0
         self._time_base: Fraction = self._stream.time_base or Fraction(1, 90_000)
-        self._frame_duration = 1 / fps_fraction(fps) / self._time_base  # in time base units
+        self._frame_duration = float(1 / fps_fraction(fps) / self._time_base)  # in time base units
+        # One converter per file and no threads in it: a fresh one per frame starts threads, which costs more than decoding.
+        self._reformatter = VideoReformatter()
         self._errors = (av.error.FFmpegError,)
         self._decoded: Any = None  # running decode iterator
         self._position = -1  # file frame that the iterator gave last; -1: nothing decoded since the last seek
@@ -88,7 +91,7 @@ class PyAVDecoder:
                 self._seek(max(0, index - back_off))
             frame, overshot = self._decode_until(index)
             if frame is not None and not overshot:
-                return frame.to_ndarray(format="rgb24")
+                return self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
             if not forward and back_off >= index:
                 found = None if frame is None else float((frame.pts - self._start) * self._time_base)
                 raise FrameMismatch(self.path, index, float(index * self._frame_duration * self._time_base), found)

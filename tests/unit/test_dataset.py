@@ -455,3 +455,18 @@ def test_config_is_not_changed(fixture_dataset: Callable[..., Path]) -> None:
     copy = replace(config)
     build_robot_dataset(config, HORIZON, CAMERAS)
     assert config == copy
+
+
+def test_without_pyav_another_backend_is_probed_and_used(fixture_dataset: Callable[..., Path], monkeypatch: Any) -> None:
+    """Containers cannot be checked then, which is said; codecs come from info.json and decord still has to prove itself."""
+    from importlib.util import find_spec
+
+    from megatron_vla.data import dataset_check_files, video_backends, video_probe
+
+    for module in (dataset_check_files, video_backends, video_probe):
+        monkeypatch.setattr(module, "find_spec", lambda name: None if name == "av" else find_spec(name))
+    dataset = build(fixture_dataset())
+    assert dataset.frames.backend == "decord"
+    assert any("PyAV is not installed" in f.what for f in dataset.findings)
+    assert "  h264 x pyav: not installed (pip install av)" in dataset.summary
+    assert_paired(dataset[44])

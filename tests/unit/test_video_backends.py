@@ -18,8 +18,12 @@ from megatron_vla.data.frame_source import FrameSource, HandlePool
 from megatron_vla.data.metadata import read_metadata
 from megatron_vla.data.video_backends import FrameMismatch, PyAVDecoder, open_decoder
 from megatron_vla.data.video_encoder import VideoEncoder
+from megatron_vla.data.video_probe import import_problem
 
-BACKENDS = ("pyav", "decord")
+TORCHCODEC = pytest.param(
+    "torchcodec", marks=pytest.mark.skipif(bool(import_problem("torchcodec")), reason="needs FFmpeg libraries")
+)
+BACKENDS = ("pyav", "decord", TORCHCODEC)
 
 
 def write_clip(path: Path, num_frames: int = 12, skip: tuple[int, ...] = (), **options: Any) -> Path:
@@ -72,13 +76,13 @@ def test_V07_index_k_shows_number_k(tmp_path: Path, backend: str, codec: str, go
     decoder.close()
 
 
-def test_V07_fixture_dataset_with_sparse_key_frames(fixture_dataset: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_V07_fixture_dataset_with_sparse_key_frames(fixture_dataset: Callable[..., Path], backend: str) -> None:
     table, _ = read_metadata(fixture_dataset("gop250_start"))
-    for backend in BACKENDS:
-        source = FrameSource(table, backend, 4)
-        for e, length in enumerate(LENGTHS):
-            frames = source.frames(CAMERAS[1], e, range(length))
-            assert [read_code(f) for f in frames] == [(1, e, k) for k in range(length)]
+    source = FrameSource(table, backend, 4)
+    for e, length in enumerate(LENGTHS):
+        frames = source.frames(CAMERAS[1], e, range(length))
+        assert [read_code(f) for f in frames] == [(1, e, k) for k in range(length)]
 
 
 def test_D01_twenty_thousand_frames_with_float32_times(fixture_dataset: Callable[..., Path]) -> None:
