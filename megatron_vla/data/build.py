@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from megatron_vla.config.run import RunConfig
 from megatron_vla.data.batch import Batch
 from megatron_vla.data.image import check_image_range
@@ -47,6 +49,17 @@ class DataSupply:
         self._samples = DrawnSamples(source, config.training.seed, config.family.action_horizon, config.family.max_action_dim)
         self._times = StageTimes()
         self._open: list[Iterator[Batch]] = []
+
+    def prefetch_line(self) -> str:
+        """The bound on micro-batches that wait in host memory, for the log."""
+        data, size = self.config.data, self.config.training.micro_batch_size
+        arrays = self._samples[0, 0][0].values()
+        mebibytes = size * sum(np.asarray(array).nbytes for array in arrays) / 2**20
+        waiting = data.num_workers * data.prefetch_factor
+        return (
+            f"prefetch: at most {data.num_workers} workers x {data.prefetch_factor} micro-batches x {mebibytes:.1f} MiB = "
+            f"{waiting * mebibytes / 1024:.2f} GiB of host memory per rank (--num-workers, --prefetch-factor)"
+        )
 
     def sampler(
         self, consumed_samples: int, data_parallel_rank: int, data_parallel_size: int, num_iterations: int
@@ -135,13 +148,14 @@ def build_data(config: RunConfig, family: Any) -> DataSupply:
 
     quiet = int(os.environ.get("RANK", "0")) != 0
     prepared = prepare_robot_data(config, state_is_model_input="state_BD" in family.batch_fields)
-    if not quiet:
-        for line in prepared.summary:
-            print(line, flush=True)
     source = RobotSource(prepared.dataset, prepared.preprocessor, prepared.rows)
-    return DataSupply(
+    supply = DataSupply(
         config, source, prepared.num_samples, prepared.preprocessor, prepared.findings, prepared.expected_padded_fraction
     )
+    if not quiet:
+        # The line decodes a sample, so a dataset that cannot be read ends here and not in a worker.
+        print("\n".join([*prepared.summary, supply.prefetch_line()]), flush=True)
+    return supply
 
 
 def _build_mock(config: RunConfig) -> DataSupply:

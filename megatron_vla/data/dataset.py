@@ -160,6 +160,10 @@ class RobotDataset:
         code = int(self._arrays["text"][index])
         return self._texts[code] if code >= 0 else ""
 
+    def instructions(self) -> tuple[str, ...]:
+        """Task texts that the samples have, each once; "" stands for none."""
+        return tuple(sorted({self._texts[code] if code >= 0 else "" for code in np.unique(self._arrays["text"]).tolist()}))
+
     def idle_N(self) -> np.ndarray:
         """bool [N]: no state dimension moves to the next frame by more than 0.1 % of its range."""
         columns = Columns({self.state_key: self.state_ND}, self._first_E)

@@ -276,8 +276,7 @@ def prepare_robot_data(config: RunConfig, state_is_model_input: bool) -> Prepare
 def _prompt_findings(config: RunConfig, dataset: RobotDataset, tokenizer: SentencePieceTokenizer) -> list[Finding]:
     data, model = config.data, config.family
     state_dim = dataset.state_ND.shape[-1] if data.prompt_state else None
-    instructions = {*dataset.table.task_texts.values(), *dataset.table.instructions}
-    return check_prompt_lengths(tokenizer, instructions, state_dim, model.max_prompt_length, data.prompt_overflow)
+    return check_prompt_lengths(tokenizer, dataset.instructions(), state_dim, model.max_prompt_length, data.prompt_overflow)
 
 
 def format_range_table(table: list[dict[str, Any]]) -> list[str]:
