@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_vla.data.lerobot_writer import LeRobotWriter
+from megatron_vla.data.lerobot_writer import CodebaseVersion, LeRobotWriter
 from megatron_vla.data.preprocess import Preprocessor, PreprocessSettings
 from megatron_vla.data.prompt import SentencePieceTokenizer
 from megatron_vla.data.statistics import Statistics
@@ -143,13 +143,18 @@ def preprocessor(dataset: MemoryDataset, **changes: Any) -> Preprocessor:
 LENGTHS = (9, 6, 14, 11)
 
 
-def write_dataset(root: Path, action_dim: int = 3, change: Callable[[int, dict[str, np.ndarray]], None] | None = None) -> Path:
+def write_dataset(
+    root: Path,
+    action_dim: int = 3,
+    change: Callable[[int, dict[str, np.ndarray]], None] | None = None,
+    version: CodebaseVersion = "v3.0",
+) -> Path:
     """Four episodes, two PNG cameras, state [5]; `change(episode, columns)` may spoil an episode before it is written."""
     names = ["x", "y", "gripper", *(f"joint_{i}" for i in range(3, action_dim))]
     features: dict[str, Any] = {key: {"dtype": "image", "shape": [16, 24, 3]} for key in CAMERAS}
     features["observation.state"] = {"dtype": "float32", "shape": [5], "names": ["sx", "sy", "sg", "sa", "sb"]}
     features["action"] = {"dtype": "float32", "shape": [action_dim], "names": names[:action_dim]}
-    writer = LeRobotWriter(root, fps=10, features=features)
+    writer = LeRobotWriter(root, fps=10, features=features, codebase_version=version)
     generator = np.random.default_rng(1)
     for episode, length in enumerate(LENGTHS):
         state = np.cumsum(generator.normal(size=(length, 5)), axis=0).astype(np.float32)

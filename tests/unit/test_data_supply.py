@@ -78,6 +78,21 @@ def test_S02_ranks_workers_and_micro_batches_give_the_same_samples(folder: Path)
         supply.close()
 
 
+def test_D12_every_dataset_version_gives_identical_batches_and_statistics(folder: Path, tmp_path: Path) -> None:
+    reference = supply_of(folder)
+    assert reference.preprocessor is not None
+    for version in ("v2.0", "v2.1"):
+        write_dataset(tmp_path / version / "data", version=version)  # type: ignore[arg-type]
+        write_tokenizer(tmp_path / version)
+        supply = supply_of(tmp_path / version)
+        assert supply.preprocessor is not None
+        assert supply.order_hash == reference.order_hash
+        assert supply.preprocessor.to_dict() == reference.preprocessor.to_dict()
+        for first, second in zip(supply.iterator(0, 0, 1, 3, False), reference.iterator(0, 0, 1, 3, False), strict=True):
+            for name, tensor in first.tensors().items():
+                assert torch.equal(tensor, second.tensors()[name]), (version, name)
+
+
 def test_resume_position_and_draws(folder: Path) -> None:
     supply = supply_of(folder, "--prompt-padding", "max")
     batches = list(supply.iterator(0, 0, 1, 4, False))
