@@ -328,6 +328,33 @@ def test_V02_decoders_opened_in_the_parent_do_not_break_workers(fixture_dataset:
     assert seen == order
 
 
+def _count_openings(dataset: RobotDataset, queue: Any) -> None:
+    from megatron_vla.data import frame_source
+
+    opened: list[Path] = []
+    real = frame_source.open_decoder
+
+    def counting(backend: str, path: Path, fps: float) -> Any:
+        opened.append(path)
+        return real(backend, path, fps)
+
+    frame_source.open_decoder = counting  # type: ignore[assignment]
+    sample = dataset[0]
+    queue.put((len(opened), [read_code(sample.images[camera]) for camera in CAMERAS]))
+
+
+def test_V02_forked_process_never_uses_inherited_handles(fixture_dataset: Callable[..., Path]) -> None:
+    """The parent has both files open; their offsets would be shared, so the child opens its own."""
+    dataset = build(fixture_dataset())
+    dataset[0]
+    context = torch.multiprocessing.get_context("fork")
+    queue = context.Queue()
+    worker = context.Process(target=_count_openings, args=(dataset, queue))
+    worker.start()
+    assert queue.get(timeout=60) == (2, [(0, 0, 0), (1, 0, 0)])
+    worker.join()
+
+
 def synthetic(num_rows: int) -> RobotDataset:
     """A dataset of low-dimensional columns only."""
     length_E = np.full(num_rows // 250, 250, dtype=np.int64)
