@@ -20,15 +20,11 @@ import av
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
 from make_fixture_dataset import CAMERAS, LENGTHS, make_dataset, motion, read_code
-from torch.utils.data import DataLoader
 
 from megatron_vla.config.data import DataConfig
 from megatron_vla.data.dataset import RawSample, RobotDataset, build_robot_dataset
 from megatron_vla.data.dataset_check import padded_share
-from megatron_vla.data.episode_table import EpisodeTable, FileSet
-from megatron_vla.data.lerobot_columns import Columns
 from megatron_vla.findings import CheckError
 
 HORIZON = 10
@@ -305,135 +301,6 @@ def test_V03_V07_other_codecs_pair_too(fixture_dataset: Callable[..., Path], def
     dataset = build(fixture_dataset(defect))
     for i in (97, 3, 41, 22, 23, 64):
         assert_paired(dataset[i])
-
-
-def _one(samples: list[RawSample]) -> RawSample:
-    return samples[0]
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_V02_decoders_opened_in_the_parent_do_not_break_workers(fixture_dataset: Callable[..., Path], method: str) -> None:
-    dataset = build(fixture_dataset(), video_decoder_cache_size=2)
-    parent = {i: dataset[i] for i in (0, 50, 97)}
-    workers = 2 if method == "fork" else 1
-    order = [*range(0, 98, 7), 0, 50, 97]
-    loader = DataLoader(dataset, 1, sampler=order, num_workers=workers, collate_fn=_one, multiprocessing_context=method)
-    seen = []
-    for sample in loader:
-        assert_paired(sample)
-        seen.append(sample.index)
-        if sample.index in parent:
-            np.testing.assert_array_equal(sample.images[CAMERAS[0]], parent[sample.index].images[CAMERAS[0]])
-        assert_paired(dataset[sample.index])  # the parent goes on reading meanwhile
-    assert seen == order
-
-
-def _count_openings(dataset: RobotDataset, queue: Any) -> None:
-    from megatron_vla.data import frame_source
-
-    opened: list[Path] = []
-    real = frame_source.open_decoder
-
-    def counting(backend: str, path: Path, fps: float) -> Any:
-        opened.append(path)
-        return real(backend, path, fps)
-
-    frame_source.open_decoder = counting  # type: ignore[assignment]
-    sample = dataset[0]
-    queue.put((len(opened), [read_code(sample.images[camera]) for camera in CAMERAS]))
-
-
-def test_V02_forked_process_never_uses_inherited_handles(fixture_dataset: Callable[..., Path]) -> None:
-    """The parent has both files open; their offsets would be shared, so the child opens its own."""
-    dataset = build(fixture_dataset())
-    dataset[0]
-    context = torch.multiprocessing.get_context("fork")
-    queue = context.Queue()
-    worker = context.Process(target=_count_openings, args=(dataset, queue))
-    worker.start()
-    assert queue.get(timeout=60) == (2, [(0, 0, 0), (1, 0, 0)])
-    worker.join()
-
-
-def synthetic(num_rows: int) -> RobotDataset:
-    """A dataset of low-dimensional columns only."""
-    length_E = np.full(num_rows // 250, 250, dtype=np.int64)
-    count = len(length_E)
-    files = FileSet("/nowhere", "{file_index}", {"file_index": np.arange(1)}, np.zeros(count, dtype=np.int32), {})
-    table = EpisodeTable(
-        root="/nowhere",
-        format="synthetic",
-        fps=10.0,
-        robot_type=None,
-        features={},
-        episode_index_E=np.arange(count),
-        length_E=length_E,
-        data=files,
-        data_row_E=np.arange(count) * 250,
-        videos={},
-        task_texts={0: "go"},
-        instructions=("go",),
-        instruction_of_E=np.zeros(count, dtype=np.int32),
-        stored_from_index_E=None,
-        stored_to_index_E=None,
-        info={},
-    )
-    values = {
-        "s": np.random.default_rng(0).random((num_rows, 14), dtype=np.float32),
-        "a": np.ones((num_rows, 14), dtype=np.float32),
-        "task_index": np.zeros(num_rows, dtype=np.int64),
-    }
-    first_row_E = np.concatenate([[0], np.cumsum(length_E)])
-    options = {"state_key": "s", "action_key": "a", "cameras": (), "action_horizon": 8, "backend": "pyav", "cache_size": 1}
-    return RobotDataset(table, Columns(values, first_row_E), **options)  # type: ignore[arg-type]
-
-
-def private_mib() -> float:
-    """Memory that only this process has."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1024
-
-
-def _touch_everything(dataset: RobotDataset, queue: Any) -> None:
-    before = private_mib()
-    total = sum(float(dataset[i].state_D.sum()) for i in range(0, len(dataset), 251))
-    total += float(dataset.state_ND.sum() + dataset.actions_ND.sum())
-    queue.put((private_mib() - before, private_mib(), total))
-
-
-def test_V09_index_of_a_million_rows_is_shared_with_workers() -> None:
-    """112 MB of columns: a forked worker adds little, a spawned one maps the same memory instead of getting its own copy."""
-    dataset, small = synthetic(1_000_000), synthetic(1_000)
-    expected = sum(float(dataset.state_ND[i].sum()) for i in range(0, len(dataset), 251))
-    expected += float(dataset.state_ND.sum() + dataset.actions_ND.sum())
-
-    def run(method: str, subject: RobotDataset) -> tuple[float, float, float]:
-        context = torch.multiprocessing.get_context(method)
-        queue = context.Queue()
-        worker = context.Process(target=_touch_everything, args=(subject, queue))
-        worker.start()
-        result: tuple[float, float, float] = queue.get(timeout=120)
-        worker.join()
-        return result
-
-    growth, _, total = run("fork", dataset)
-    assert growth < 50
-    assert total == pytest.approx(expected)
-    _, with_large, total = run("spawn", dataset)
-    _, with_small, _ = run("spawn", small)
-    assert total == pytest.approx(expected)
-    assert with_large - with_small < 50
-
-
-def test_V09_memory_is_flat_over_two_thousand_samples(fixture_dataset: Callable[..., Path]) -> None:
-    dataset = build(fixture_dataset(), CAMERAS[:1], video_decoder_cache_size=1)
-    order = np.random.default_rng(0).integers(0, len(dataset), 2000)
-    sizes = []
-    for n, i in enumerate(order):
-        dataset[int(i)]
-        if n % 500 == 499:
-            sizes.append(private_mib())
-    assert sizes[-1] - sizes[0] < 10
 
 
 def test_idle_frames(fixture_dataset: Callable[..., Path]) -> None:
