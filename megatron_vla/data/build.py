@@ -45,6 +45,7 @@ class DataSupply:
         self.findings = findings
         self.expected_padded_fraction = expected_padded_fraction
         self.order = GlobalOrder(num_samples, config.training.seed, config.data.shuffle)
+        # Printed, stored in checkpoints, compared at resume.
         self.order_hash = self.order.order_hash()
         self._samples = DrawnSamples(source, config.training.seed, config.family.action_horizon, config.family.max_action_dim)
         self._times = StageTimes()
@@ -90,12 +91,14 @@ class DataSupply:
         Raises SampleError when a sample cannot be made, ValueError when the first batch's images are out of range.
         """
         sampler = self.sampler(consumed_samples, data_parallel_rank, data_parallel_size, num_iterations)
+        # Kept to be closed: workers must not outlive the run.
         batches = self._batches(sampler, self.config.data.num_workers, device_is_cuda)
         self._open.append(batches)
         return batches
 
     def first_batch(self, consumed_samples: int = 0, data_parallel_rank: int = 0, data_parallel_size: int = 1) -> Batch:
         """The first micro-batch, loaded in this process: what `iterator` with the same arguments yields first."""
+        # In this process, before any worker: an error here has a readable traceback.
         sampler = self.sampler(consumed_samples, data_parallel_rank, data_parallel_size, 1)
         return next(self._batches(sampler, num_workers=0, pin_memory=False))
 
@@ -112,6 +115,7 @@ class DataSupply:
             report=self._add_times,
         )
         for number, batch in enumerate(batches):
+            # The one range check: every later batch comes from the same code.
             if number == 0:
                 check_image_range(batch.images_BVCHW)
             yield batch

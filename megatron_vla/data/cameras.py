@@ -25,6 +25,7 @@ class CameraMap:
 
     def select(self, images: Mapping[str, Any]) -> list[Any]:
         """Values of `images` in view order, whatever order the dict has. Raises ValueError naming both lists and the map."""
+        # A black picture in place of a missing camera would train and serve without a word.
         missing = [key for key in self.keys if key not in images]
         if missing:
             raise ValueError(
@@ -41,6 +42,7 @@ class CameraMap:
 def suggested_flag(camera_keys: Iterable[str]) -> str:
     """A ready --camera-map for these dataset cameras; wrist cameras go to wrist views when their name says so."""
     keys = list(camera_keys)
+    # Only a suggestion for people to check: nothing is ever bound by guessing.
     wrist = [key for key in keys if "wrist" in key or "hand" in key.rsplit(".", 1)[-1]]
     rest = [key for key in keys if key not in wrist]
     if not rest:
@@ -63,6 +65,7 @@ def parse_camera_map(
     views, keys = [], []
     for pair in pairs:
         view, separator, key = pair.partition("=")
+        # Commas are what other tools use; without this the whole rest would become one camera name.
         if not (view and separator and key) or "," in pair:
             findings.append(error("--camera-map", f"{pair!r} is not VIEW=DATASET_KEY", f"separate pairs by spaces: {ready}"))
             continue
@@ -77,6 +80,7 @@ def parse_camera_map(
         findings.append(
             error("--camera-map", f"asks for camera {', '.join(unknown)}; the dataset has cameras {listed}", f"use {ready}")
         )
+    # Slots without camera are pruned unless asked for: each costs 256 tokens.
     slots = len(views) if num_images is None else num_images
     if slots < len(views):
         findings.append(

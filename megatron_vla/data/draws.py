@@ -28,6 +28,8 @@ def flow_draws(seed: int, epoch: int, sample_index: int, horizon: int, dim: int)
 
     Time: tau ~ Beta(1.5, 1) by its inverse CDF u^(2/3), then t = 0.999 tau + 0.001 (Pi0, arXiv:2410.24164; openpi).
     """
+    # Drawn in padded dimensions too: released weights were trained with noise there.
     noise_TA = sample_generator(seed, NOISE_STREAM, epoch, sample_index).standard_normal((horizon, dim), dtype=np.float32)
+    # A stream of its own, so that another horizon does not change the times.
     uniform = sample_generator(seed, TIME_STREAM, epoch, sample_index).random()
     return noise_TA, np.float32(0.999 * uniform ** (2.0 / 3.0) + 0.001)

@@ -22,6 +22,7 @@ ImageResize = Literal["pil_bilinear", "torch_bilinear"]
 
 def padded_geometry(height: int, width: int, size: int) -> tuple[int, int, int, int]:
     """(new height, new width, top, left) of an image fitted into a `size` x `size` square; sides are floored."""
+    # Floor, not round: one pixel more or less moves every patch of the picture.
     ratio = max(width / size, height / size)
     new_height, new_width = max(1, int(height / ratio)), max(1, int(width / ratio))
     return new_height, new_width, (size - new_height) // 2, (size - new_width) // 2
@@ -42,9 +43,11 @@ def resize_with_pad_pil(image_HWC: np.ndarray, size: int, name: str = "image") -
     """
     _check_image(image_HWC, name)
     height, width, _ = image_HWC.shape
+    # Untouched when it fits: a resampling filter is not the identity in every library version.
     if (height, width) == (size, size):
         return image_HWC
     new_height, new_width, top, left = padded_geometry(height, width, size)
+    # Antialiased: differs from the float path by up to 0.8 of the range when shrinking, so the choice is stored in checkpoints.
     resized = Image.fromarray(image_HWC).resize((new_width, new_height), resample=Image.Resampling.BILINEAR)
     padded_SSC = np.zeros((size, size, 3), dtype=np.uint8)
     padded_SSC[top : top + new_height, left : left + new_width] = np.asarray(resized)
@@ -57,6 +60,7 @@ def resize_float_with_pad(image_BCHW: Tensor, size: int, low: float, high: float
     if (height, width) == (size, size):
         return image_BCHW
     new_height, new_width, top, left = padded_geometry(height, width, size)
+    # No antialias here: checkpoints trained through this path saw its aliasing.
     resized = functional.interpolate(image_BCHW, size=(new_height, new_width), mode="bilinear", align_corners=False)
     padding = (left, size - new_width - left, top, size - new_height - top)
     return functional.pad(resized.clamp(low, high), padding, value=low)
@@ -89,28 +93,29 @@ def empty_image(size: int, resize: ImageResize) -> np.ndarray:
 
 def pixels_to_model_range(images: Tensor) -> Tensor:
     """uint8 [0, 255] -> float32 [-1, 1]; float images are already in range and pass. Same shape."""
+    # This order of operations maps all 256 levels exactly as the reference pipelines do.
     if images.dtype == torch.uint8:
         return images.to(torch.float32) / 255.0 * 2.0 - 1.0
     return images
 
 
 def check_image_range(images_BVCHW: Tensor) -> None:
-    """Raise ValueError unless images are uint8, or floats in [-1, 1] that use the negative half as well.
+    """Raise ValueError unless images are uint8 pixels or floats in [-1, 1].
 
-    Called once, on the first batch: catches images that were normalized twice, or not at all, or padded with 0 instead of -1.
+    Called once, on the first batch: catches images that were normalized twice or not at all, and [0, 1] floats cast to uint8.
     """
+    # A host read is fine: this runs once, on the CPU, before the first step.
+    low, high = float(images_BVCHW.min()), float(images_BVCHW.max())
     if images_BVCHW.dtype == torch.uint8:
+        if high == 1.0:
+            raise ValueError(
+                "images: uint8 pixels hold only 0 and 1; they were floats in [0, 1] before: store frames as 0 ... 255"
+            )
         return
     if not images_BVCHW.is_floating_point():
         raise ValueError(f"images: dtype {images_BVCHW.dtype}; expected uint8, or float in [-1, 1]")
-    low, high = float(images_BVCHW.min()), float(images_BVCHW.max())
     if not (low >= -1.0 - 1e-4 and high <= 1.0 + 1e-4):
         raise ValueError(
             f"images: values from {low:.3f} to {high:.3f}; expected [-1, 1]. They were normalized twice or not at all: "
             "give uint8 frames to the preprocessor and change the range nowhere else"
-        )
-    if low >= 0.0 and high > 0.0:
-        raise ValueError(
-            f"images: values from {low:.3f} to {high:.3f} look like [0, 1]; expected [-1, 1] (black is -1). "
-            "Give uint8 frames to the preprocessor and change the range nowhere else"
         )

@@ -84,6 +84,7 @@ class RobotSource:
     def _where(self, row: int) -> str:
         dataset = self.dataset
         episode = int(dataset.episode_of_N[row])
+        # Searched only when something went wrong.
         table_row = int(np.flatnonzero(dataset.table.episode_index_E == episode)[0])
         file = dataset.table.data.path_of(table_row)
         return f"sample {row} (episode {episode}, frame {int(dataset.frame_of_N[row])}, {file})"
@@ -101,6 +102,7 @@ class DrawnSamples(Dataset[tuple[dict[str, Any], StageTimes]]):
     def __getitem__(self, key: tuple[int, int]) -> tuple[dict[str, Any], StageTimes]:
         epoch, index = key
         arrays = self.source(index, epoch)
+        # The source's own clock is read and reset here, so that each sample's cost is reported once.
         times = StageTimes(1)
         if isinstance(self.source, RobotSource):
             times, self.source.times = self.source.times, StageTimes()
@@ -139,6 +141,7 @@ def collate(items: list[tuple[dict[str, Any], StageTimes]], padding: PromptPaddi
     is_valid_BL = tensors["token_is_valid_BL"]
     slots = prompt_slots(int(is_valid_BL.sum(dim=1).max()), padding, bucket_size, is_valid_BL.shape[1])
     for name in ("tokens_BL", "token_is_valid_BL"):
+        # Contiguous: pinned memory and graph buffers are copied whole.
         tensors[name] = tensors[name][:, :slots].contiguous()
     return LoadedBatch(Batch(**tensors), times)
 
@@ -167,6 +170,7 @@ def load_micro_batches(
         samples,
         batch_sampler=sampler,
         num_workers=num_workers,
+        # torch refuses a prefetch factor without workers.
         prefetch_factor=prefetch_factor if num_workers else None,
         collate_fn=partial(collate, padding=padding, bucket_size=bucket_size),
         pin_memory=pin_memory,

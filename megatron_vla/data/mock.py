@@ -39,10 +39,12 @@ class MockSource:
 
     def __call__(self, index: int, epoch: int) -> dict[str, Any]:
         """Arrays named as the fields of Batch, without noise and time."""
+        # Epoch 0 always: an epoch of mock data repeats, as real data does.
         generator = sample_generator(self.seed, MOCK_STREAM, 0, index)
         phase = int(generator.integers(NUM_PHASES))
         size = self.image_size
         images_VCHW = np.zeros((self.num_images, 3, size, size), dtype=np.uint8)
+        # Texture keeps compression and caches honest; its mean still shows the phase.
         texture = generator.integers(0, 64, (self.num_cameras, 3, size, size), dtype=np.uint8)
         images_VCHW[: self.num_cameras] = texture + np.uint8(phase * 12)
         tokens_L = np.zeros(self.max_prompt_length, dtype=np.int64)
@@ -50,6 +52,7 @@ class MockSource:
         tokens_L[0] = FIRST_TOKEN + phase
         action_dim = min(MOCK_ROBOT_DIM, self.max_action_dim)
         angle = 2 * np.pi * phase / NUM_PHASES
+        # Different phases per dimension, so that no output can be learned by copying another.
         actions_TD = np.sin(angle + 0.2 * np.arange(self.action_horizon)[:, None] + np.arange(action_dim)[None, :])
         is_loss_TA, is_real_A = action_loss_mask(
             self.action_loss, np.ones(self.action_horizon, dtype=bool), action_dim, self.max_action_dim

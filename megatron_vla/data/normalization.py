@@ -22,6 +22,7 @@ LEROBOT_EPSILON = 1e-8
 
 
 def _lerobot_range(low_S: np.ndarray, high_S: np.ndarray) -> np.ndarray:
+    # Only an exact zero is replaced: a range of 1e-7 stays and explodes, as in the code that made the checkpoints.
     span_S = high_S - low_S
     return np.where(span_S == 0, np.asarray(LEROBOT_EPSILON, dtype=span_S.dtype), span_S)
 
@@ -68,6 +69,7 @@ class Normalizer:
 
     def _pair(self, width: int) -> tuple[np.ndarray, np.ndarray]:
         names = ("q01", "q99") if self.mode == "quantile" else ("mean", "std")
+        # float32 statistics would move states across bin edges of the prompt: the variant fixes the precision too.
         dtype = np.float64 if self.variant == "openpi" else np.float32
         first_S, second_S = (np.asarray(self.statistics[name], dtype=dtype)[..., :width] for name in names)
         return first_S, second_S
@@ -77,6 +79,7 @@ class Normalizer:
         if self.mode == "identity":
             return x_D
         first_S, second_S = self._pair(x_D.shape[-1])
+        # Passing wider values through unnormalized is how models get trained on raw joint angles.
         if first_S.shape[-1] < x_D.shape[-1]:
             raise ValueError(
                 f"values have {x_D.shape[-1]} dimensions, the statistics {first_S.shape[-1]}; "
@@ -101,5 +104,6 @@ class Normalizer:
                 f"values have {y_D.shape[-1]} dimensions, the statistics {width}; slice the model's padding off first"
             )
         if self.mode == "mean_std":
+            # openpi pads mean with 0 and std with 1, and then adds its epsilon to that 1.
             extra_D = extra_D * (1.0 + OPENPI_EPSILON)
         return np.concatenate([known_D, extra_D], axis=-1)

@@ -82,6 +82,7 @@ class Preprocessor:
     def __call__(self, sample: RawSample, epoch: int) -> dict[str, Any]:
         """Training sample: every field of Batch except noise and time. Raises ValueError for what the data does wrong."""
         settings = self.settings
+        # The very function that serving calls: the two cannot drift apart.
         arrays = self.preprocess_observation(sample.images, sample.state_D, sample.instruction)
         self._check_finite("action", sample.actions_TD)
         is_loss_TA, is_real_A = action_loss_mask(
@@ -108,7 +109,9 @@ class Preprocessor:
         if state_D.shape != (settings.state_dim,):
             raise ValueError(f"state has shape {list(state_D.shape)}; this model was trained with [{settings.state_dim}]")
         self._check_finite("state", state_D)
+        # float32 first, as datasets store it; openpi's statistics then lift it to float64 for the bins.
         normalized_D = self.state_normalizer.normalize(np.asarray(state_D, dtype=np.float32))
+        # Before padding: only the robot's own dimensions are in the prompt.
         tokens_L, token_is_valid_L = self.tokenize(instruction, normalized_D)
         frames = settings.camera_map.select(images)
         views = [
@@ -116,6 +119,7 @@ class Preprocessor:
             for frame, key in zip(frames, settings.camera_keys, strict=True)
         ]
         num_empty = settings.num_images - len(views)
+        # Last, so that real cameras keep their places when slots are added.
         views += [empty_image(settings.image_size, settings.image_resize)] * num_empty
         return {
             "images_BVCHW": np.stack(views),
@@ -153,6 +157,7 @@ class Preprocessor:
         `state_D` is the physical state of the observation that the actions were predicted from.
         """
         settings = self.settings
+        # The padding is cut off first: it has no statistics.
         physical_TD = self.action_normalizer.unnormalize(actions_TA[..., : settings.action_dim])
         if settings.delta_action_dims:
             physical_TD = delta_to_absolute(physical_TD, state_D, settings.delta_action_dims)
@@ -178,6 +183,7 @@ class Preprocessor:
         """Inverse of `to_dict`; an unknown or missing setting is a ValueError."""
         given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in content["settings"].items()}
         known = {f.name for f in dataclasses.fields(PreprocessSettings)}
+        # A default for a missing setting could differ from what the checkpoint was trained with.
         if given.keys() != known:
             missing, extra = sorted(known - given.keys()), sorted(given.keys() - known)
             raise ValueError(

@@ -51,6 +51,7 @@ class SentencePieceTokenizer:
 
     def __init__(self, model_bytes: bytes):
         self.model_bytes = model_bytes
+        # Opened lazily: the processor holds C++ memory that no pickle carries to a worker.
         self._processor: Any = None
         self.bos_id = int(self.processor.bos_id())
 
@@ -103,6 +104,7 @@ def load_tokenizer(path: str | None, vocab_size: int) -> tuple[SentencePieceToke
         return None, [error(where, f"{path} is not a SentencePiece model ({problem})", "name a .model file")]
     findings = []
     if tokenizer.bos_id < 0:
+        # Without BOS every position would be shifted by one against the released weights.
         findings.append(error(where, f"{path} has no BOS token", "prompts start with BOS: use the model's own tokenizer"))
     if tokenizer.vocab_size > vocab_size:
         findings.append(
@@ -122,12 +124,14 @@ def prompt_ids(tokenizer: Tokenizer, instruction: str, state_D: np.ndarray | Non
     """
     if state_D is not None:
         return [tokenizer.bos_id, *tokenizer.encode(state_prompt(instruction, state_D))]
+    # Encoded apart: in one string the newline could merge with the text's last token.
     return [tokenizer.bos_id, *tokenizer.encode(clean_instruction(instruction)), *tokenizer.encode("\n")]
 
 
 def pad_prompt(ids: list[int], max_length: int) -> tuple[np.ndarray, np.ndarray]:
     """(int64 ids [L] right-padded with 0 or cut on the right, bool [L] validity)."""
     kept = ids[:max_length]
+    # Right padding: positions of real tokens do not depend on the batch.
     tokens_L = np.full(max_length, PAD_ID, dtype=np.int64)
     tokens_L[: len(kept)] = kept
     return tokens_L, np.arange(max_length) < len(kept)
@@ -135,6 +139,7 @@ def pad_prompt(ids: list[int], max_length: int) -> tuple[np.ndarray, np.ndarray]
 
 def worst_case_state(tokenizer: Tokenizer, state_dim: int) -> np.ndarray:
     """[D] a normalized state whose prompt text costs the most tokens of all states."""
+    # Four in a row, because a tokenizer may merge the space before a number with it.
     lengths = [len(tokenizer.encode(f" {value}" * 4)) for value in range(-1, NUM_STATE_BINS)]
     worst_bin = int(np.argmax(lengths)) - 1
     return np.full(state_dim, (worst_bin + 0.5) / (NUM_STATE_BINS / 2) - 1.0)

@@ -69,6 +69,7 @@ def range_rows(batch: Batch, preprocessor: Preprocessor) -> list[dict[str, Any]]
     state_ND = batch.state_BD[:, : settings.state_dim].numpy()
     actions_BTD = batch.actions_BTA[:, :, : settings.action_dim].numpy()
     physical_state_ND = preprocessor.state_normalizer.unnormalize(state_ND)
+    # Batched: the state broadcasts over the horizon.
     physical_BTD = preprocessor.unnormalize_actions(batch.actions_BTA.numpy(), physical_state_ND)
     return _rows("state", settings.state_names, physical_state_ND, state_ND) + _rows(
         "action",
@@ -105,6 +106,7 @@ def summarize(
 ) -> tuple[dict[str, Any], list[Finding]]:
     """(JSON-ready content, warnings) of a batch on the CPU."""
     num_samples = min(MAX_SAMPLES, batch.size)
+    # In model range whatever the batch carries, so that a wrong range is visible.
     images = pixels_to_model_range(batch.images_BVCHW)
     padded = padded_action_fraction(batch, preprocessor)
     content: dict[str, Any] = {
@@ -175,9 +177,11 @@ def draw_picture(batch: Batch, content: dict[str, Any]) -> Image.Image:
             is_present = bool(batch.camera_is_present_BV[sample, view])
             caption = f"{label['slot']}{'' if is_present else ' [MASKED]'}\n{label['camera'][-side // 6 :]}"
             draw.text((left + 2, top + 2), caption, fill="black" if is_present else "red")
+            # Nearest: the model's own pixels, not a prettier version of them.
             tile = Image.fromarray(pixels_BVHWC[sample, view]).resize((side, side), Image.Resampling.NEAREST)
             picture.paste(tile, (left, top + CAPTION_HEIGHT))
         words = f"sample {content['sample_index'][sample]}: {content['prompts'][sample]!r}"
+        # About six pixels per character in Pillow's built-in font, which knows Latin-1 only.
         text = "\n".join(textwrap.wrap(words, picture.width // 6)[:4])
         draw.text((2, top + CAPTION_HEIGHT + side + 2), text.encode("latin-1", "replace").decode("latin-1"), fill="black")
     return picture

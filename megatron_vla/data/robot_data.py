@@ -106,6 +106,7 @@ def _width_findings(config: RunConfig, table: EpisodeTable, state_is_model_input
     if state_dim > model.max_action_dim and state_is_model_input:
         what = f"the dataset's {data.state_key} has {state_dim} dimensions, the model takes at most {model.max_action_dim}"
         findings.append(error("--max-action-dim", what, f"use --max-action-dim {state_dim} or more"))
+    # A delta needs a state of the same index to subtract.
     wrong = [dim for dim in data.delta_action_dims if not 0 <= dim < min(action_dim, state_dim)]
     if wrong:
         what = f"dimension(s) {wrong} do not exist in both the action ({action_dim}) and the state ({state_dim})"
@@ -118,6 +119,7 @@ def _statistics(
 ) -> tuple[Statistics | None, list[Finding], str]:
     """(statistics or None with errors, findings, one line for the log)."""
     data = config.data
+    # Every rank computes the same from the same columns: no rank waits, nothing to send.
     if data.statistics_path is None:
         statistics = compute_statistics(dataset, transform, samples, data.statistics_quantiles)
         line = f"statistics: computed from {len(samples)} samples ({statistics.quantiles} quantiles), stored in checkpoints"
@@ -133,6 +135,7 @@ def sanity_rows(
     preprocessor: Preprocessor, dataset: RobotDataset, transform: StreamTransform, samples: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Normalized rows of up to 1,000 samples spread evenly: "state" [n, D] and "actions" [n * T, D]."""
+    # Spread over the dataset: the first episodes often show one task only.
     spread = samples[np.unique(np.linspace(0, len(samples) - 1, SANITY_SAMPLES).astype(np.int64))]
     states_nD, actions_nTD = next(transformed_blocks(dataset, transform, spread))
     actions = preprocessor.action_normalizer.normalize(actions_nTD)
@@ -236,6 +239,7 @@ def prepare_robot_data(config: RunConfig, state_is_model_input: bool) -> Prepare
     """
     data = config.data
     table = read_table(config)
+    # Every check goes on after an error of another, so that one run reports all of them.
     cameras, findings = parse_camera_map(data.camera_map, data.num_images, table.cameras)
     tokenizer, tokenizer_findings = load_tokenizer(data.tokenizer_model, config.family.vocab_size)
     findings += tokenizer_findings
@@ -249,6 +253,7 @@ def prepare_robot_data(config: RunConfig, state_is_model_input: bool) -> Prepare
         findings += _prompt_findings(config, dataset, tokenizer)
     transform = stream_transform(config)
     statistics, statistics_line = None, ""
+    # Statistics over NaN or over the wrong dimensions would only add misleading findings.
     if not opened.has_errors:
         statistics, statistics_findings, statistics_line = _statistics(config, dataset, transform, samples)
         findings += statistics_findings
@@ -268,6 +273,7 @@ def prepare_robot_data(config: RunConfig, state_is_model_input: bool) -> Prepare
         *format_range_table(ranges),
         *(str(finding) for finding in findings),
     ]
+    # No table at all in the usual case that every sample stays.
     rows = None if len(samples) == len(dataset) else samples
     expected = padded_share(dataset.table.length_E, transform.horizon)
     return PreparedData(dataset, preprocessor, rows, len(samples), findings, summary, expected)

@@ -38,9 +38,11 @@ class GlobalOrder:
         known = self._permutations.get(epoch)
         if known is not None:
             return known
+        # Half the memory of int64, and every rank holds a copy.
         dtype = np.int32 if self.num_samples < 2**31 else np.int64
         order_N = np.arange(self.num_samples, dtype=dtype)
         if self.shuffle:
+            # A counter-based generator needs no state to be carried from epoch to epoch.
             generator = np.random.Generator(np.random.Philox(key=[self.seed & UINT64, ORDER_STREAM], counter=[0, 0, 0, epoch]))
             generator.shuffle(order_N)
         self._permutations[epoch] = order_N
@@ -50,6 +52,7 @@ class GlobalOrder:
 
     def at(self, position: int) -> tuple[int, int]:
         """(epoch, dataset index) of the sample at a global position."""
+        # Epochs flow into each other: no short last batch, so no rank ever waits for another.
         epoch, place = divmod(position, self.num_samples)
         return epoch, int(self.permutation(epoch)[place])
 
@@ -95,6 +98,7 @@ class MicroBatchSampler:
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for iteration in range(self.num_iterations):
+            # Counted in samples, so a resume with another batch size goes on where it stopped.
             start = self.consumed_samples + iteration * self.global_batch_size
             for micro_batch in range(self.num_microbatches):
                 first = start + (micro_batch * self.data_parallel_size + self.data_parallel_rank) * self.micro_batch_size

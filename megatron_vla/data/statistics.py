@@ -99,6 +99,7 @@ class FeatureStatistics:
     def from_dict(content: Mapping[str, Any], where: str) -> FeatureStatistics:
         """Raises ValueError naming `where` when a statistic is missing or not finite."""
         names = ("mean", "std", "min", "max", *QUANTILES)
+        # A partial file must not pass: quantile mode without quantiles trained silently in other code bases.
         missing = [name for name in ("count", *names) if name not in content]
         if missing:
             raise ValueError(f"{where}: {', '.join(missing)} missing; recompute with tools/compute_norm_stats.py")
@@ -153,6 +154,7 @@ class StatisticsAccumulator:
         """Statistics of all rows so far. Raises ValueError when there are none."""
         if self.count == 0:
             raise ValueError("no finite rows to compute statistics from")
+        # Population standard deviation, as in both code bases.
         values = {"mean": self.mean_D, "std": np.sqrt(self.squares_D / self.count), "min": self.low_D, "max": self.high_D}
         if self.histogram is not None:
             values.update({name: self.histogram.quantile(q) for name, q in QUANTILES.items()})
@@ -233,6 +235,7 @@ def range_table(
     findings: list[Finding] = []
     for feature, values_ND in normalized_ND.items():
         magnitude_ND = np.abs(values_ND)
+        # Written so that NaN counts as outside.
         outside_D = (~(magnitude_ND <= OUTSIDE)).mean(axis=0)
         largest_D = magnitude_ND.max(axis=0)
         for dim, (outside, largest) in enumerate(zip(outside_D, largest_D, strict=True)):

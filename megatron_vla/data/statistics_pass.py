@@ -56,6 +56,7 @@ class StreamTransform:
 
     def hash(self, num_samples: int) -> str:
         """16 hex digits; `num_samples` because leaving out samples changes the stream."""
+        # Normalization mode is not in it: the file holds what every mode needs.
         text = json.dumps({**asdict(self), "num_samples": num_samples}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -75,6 +76,7 @@ def transformed_blocks(
     columns: LowDimColumns, transform: StreamTransform, samples: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(states [n, D], action chunks [n, T, D]) of the given samples, block by block."""
+    # Blocks bound the memory: a chunk stream is the horizon times larger than the columns.
     last_row_N = last_rows(columns)
     for start in range(0, len(samples), ROWS_PER_BLOCK):
         rows = samples[start : start + ROWS_PER_BLOCK]
@@ -87,6 +89,7 @@ def windows_with_nonfinite(columns: LowDimColumns, horizon: int) -> np.ndarray:
     """bool [N]: the sample's state or any action of its chunk holds NaN or Inf."""
     bad_action_N = ~np.isfinite(np.asarray(columns.actions_ND)).all(axis=-1)
     bad_state_N = ~np.isfinite(np.asarray(columns.state_ND)).all(axis=-1)
+    # Prefix sums answer every window in one pass, whatever the horizon.
     num_bad_before = np.concatenate([[0], np.cumsum(bad_action_N)])
     first = np.arange(len(bad_action_N))
     after_last = np.minimum(first + horizon, last_rows(columns) + 1)
@@ -104,6 +107,7 @@ def compute_statistics(
 
     quantiles "auto" is exact up to 100 million values per dimension. `progress` is called with the samples of each block.
     """
+    # The choice is stored in the file, so two files can be told apart.
     method: QuantileMethod = "exact" if quantiles == "exact" else "histogram"
     if quantiles == "auto" and len(samples) * transform.horizon <= EXACT_LIMIT:
         method = "exact"
@@ -141,6 +145,7 @@ def load_statistics(
             what = f"{path} has {known} {feature} dimensions, the dataset {width}"
             findings.append(error("--statistics-path", what, f"recompute: {command}"))
     differences = []
+    # Both are reported, so that one recomputation repairs both.
     if statistics.dataset_fingerprint != columns.fingerprint():
         differences.append(f"other data (fingerprint {statistics.dataset_fingerprint}, here {columns.fingerprint()})")
     if statistics.transform_hash != transform.hash(num_samples):

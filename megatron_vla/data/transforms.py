@@ -19,6 +19,7 @@ def _offset(actions_TD: np.ndarray, state_D: np.ndarray, dims: Sequence[int]) ->
             f"--delta-action-dims {' '.join(map(str, wrong))}: actions have {width} dimensions and the state "
             f"{state_D.shape[-1]}; a delta dimension must exist in both"
         )
+    # Zero elsewhere, so that one subtraction serves all dimensions and the inverse is its mirror.
     offset = np.zeros((*state_D.shape[:-1], width), dtype=actions_TD.dtype)
     chosen = list(dims)
     offset[..., chosen] = state_D[..., chosen]
@@ -44,6 +45,7 @@ def pad_last_dim(values_D: np.ndarray, width: int) -> np.ndarray:
 
     Done after normalization, so padded dimensions are exactly 0 for the model. Raises ValueError when D > width.
     """
+    # Silently cutting here would train on half a robot.
     missing = width - values_D.shape[-1]
     if missing < 0:
         raise ValueError(f"{values_D.shape[-1]} dimensions do not fit into {width}; raise --max-action-dim")
@@ -63,6 +65,7 @@ def action_loss_mask(
     valid: real dimensions at steps inside the episode. real_dims: also repeated steps beyond its end (LeRobot's recipe).
     all: padded dimensions too (openpi's recipe).
     """
+    # The robot's dimensions come first; padding follows.
     is_real_A = np.arange(max_action_dim) < action_dim
     horizon = len(action_is_in_episode_T)
     if action_loss == "valid":
