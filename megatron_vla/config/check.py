@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_vla.config.run import RunConfig
 from megatron_vla.findings import Finding, error, warning
+from megatron_vla.parallel.stage_plan import layout_findings
 
 
 def check(config: RunConfig, family: Any, world_size: int) -> list[Finding]:
@@ -19,6 +20,7 @@ def check(config: RunConfig, family: Any, world_size: int) -> list[Finding]:
     rules = (_numbers, _precision, _batch, _schedule, _data, _paths, _checkpoints)
     findings = [finding for rule in rules for finding in rule(config)]
     findings += _layout(config, world_size)
+    findings += _pipeline(config, family, world_size)
     findings += family.check(config)
     return findings
 
@@ -27,22 +29,64 @@ def _layout(config: RunConfig, world_size: int) -> Iterator[Finding]:
     parallel = config.parallel
     for flag, size in (
         ("--tensor-model-parallel-size", parallel.tensor_model_parallel_size),
-        ("--pipeline-model-parallel-size", parallel.pipeline_model_parallel_size),
         ("--context-parallel-size", parallel.context_parallel_size),
     ):
         if size != 1:
             yield error(flag, f"{size} is not supported by this version", f"use {flag} 1 (data parallel takes all ranks)")
     if parallel.sequence_parallel:
         yield error("--sequence-parallel", "needs --tensor-model-parallel-size above 1", "drop --sequence-parallel")
-    samples_per_pass = config.training.micro_batch_size * world_size
+    samples_per_pass = config.training.micro_batch_size * config.data_parallel_size(world_size)
     global_batch_size = config.training.global_batch_size
     if global_batch_size is not None and samples_per_pass > 0 and global_batch_size % samples_per_pass:
         working = max(1, round(global_batch_size / samples_per_pass)) * samples_per_pass
         yield error(
             "--global-batch-size",
             f"{global_batch_size} is not a multiple of --micro-batch-size {config.training.micro_batch_size} x "
-            f"{world_size} data-parallel rank(s)",
+            f"{config.data_parallel_size(world_size)} data-parallel rank(s)",
             f"use --global-batch-size {working}",
+        )
+
+
+def _pipeline(config: RunConfig, family: Any, world_size: int) -> Iterator[Finding]:
+    """Rules of pipeline stages. Others report sizes that do not fit together, so those are not judged here."""
+    parallel = config.parallel
+    stages, flag = parallel.pipeline_model_parallel_size, "--pipeline-model-parallel-size"
+    if stages < 1:
+        yield error(flag, f"{stages} is not a positive size", f"use {flag} 1 or more")
+        return
+    layout = list(layout_findings(len(family.pipeline_units(config).layers), parallel))
+    yield from layout
+    if stages == 1 or layout:
+        return
+    if config.data.prompt_padding != "max":
+        yield error(
+            "--prompt-padding",
+            f"{config.data.prompt_padding} gives micro-batches of different lengths, but stages exchange tensors of one shape",
+            "use --prompt-padding max (a smaller --max-prompt-length makes it cheaper)",
+        )
+    if parallel.data_parallel_strategy != "megatron_ddp":
+        yield error(
+            "--data-parallel-strategy",
+            f"{parallel.data_parallel_strategy} expects backward right after forward, unlike {flag} {stages}",
+            "use --data-parallel-strategy megatron_ddp",
+        )
+    model_parallel = parallel.tensor_model_parallel_size * stages
+    passes = config.training.micro_batch_size * (world_size // max(1, model_parallel))
+    if passes < 1 or config.global_batch_size(world_size) % passes:
+        return
+    num_microbatches = config.num_microbatches(world_size)
+    samples = passes * -(-num_microbatches // stages) * stages
+    if parallel.virtual_pipeline_model_parallel_size is not None and num_microbatches % stages:
+        yield error(
+            "--global-batch-size",
+            f"gives {num_microbatches} micro-batch(es) per step; the interleaved schedule needs a multiple of {flag} {stages}",
+            f"use --global-batch-size {samples}, or leave --virtual-pipeline-model-parallel-size out",
+        )
+    elif num_microbatches < stages:
+        yield warning(
+            "--global-batch-size",
+            f"gives {num_microbatches} micro-batch(es) per step for {stages} stages: most of them wait for the others",
+            f"use --global-batch-size {4 * samples} or more, or a smaller --micro-batch-size",
         )
 
 

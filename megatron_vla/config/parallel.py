@@ -16,6 +16,12 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1
     """Pipeline stages."""
 
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Parts of the model on each pipeline stage (interleaved schedule: a smaller bubble, more communication). Not set: one."""
+
+    pipeline_layout: tuple[int, ...] = ()
+    """Layers of each pipeline part in order of depth, for example 7 11. Not set: balanced by FLOPs, with the vision tower."""
+
     context_parallel_size: int = 1
     """Ranks that share one sequence (only 1: sequences of robot models are short)."""
 

@@ -30,3 +30,21 @@ def install_cpu_shims() -> bool:
     # Changing a group's timeout and moving buffers synchronise first.
     torch.cuda.synchronize = _synchronize
     return True
+
+
+class _TorchOnCpu:
+    """Stands for the name `torch` inside one megatron-core module, where device="cuda" is written out."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def zeros(*size: Any, **options: Any) -> torch.Tensor:
+        """torch.zeros on the CPU whatever device was asked for."""
+        return torch.zeros(*size, **{**options, "device": "cpu"})
+
+
+def install_schedule_shims(schedules: Any) -> None:
+    """Let megatron-core's pipeline schedules (the module) keep their token counter on the CPU. Inert with CUDA."""
+    if not torch.cuda.is_available():
+        schedules.torch = _TorchOnCpu()

@@ -156,6 +156,7 @@ def _build_groups(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
         distributed_timeout_minutes=math.ceil(parallel.distributed_startup_timeout_minutes),
         # Host-side agreements go through host_group; megatron-core's gloo twins would double the number of groups.

@@ -1,4 +1,4 @@
-"""The eager iteration runner: forward and backward of every micro-batch, one reduction, one update.
+"""The eager iteration runner: forward and backward of every micro-batch (parallel/pipeline.py), one reduction, one update.
 
 Nothing here reads a device value: counts, norms, clipping and the finite check are device scalars (no host synchronisation).
 """
@@ -15,6 +15,7 @@ from megatron_vla.data.batch import Batch
 from megatron_vla.models.registry import ModelFamily
 from megatron_vla.parallel.data_parallel import DataParallelModel, gradient_of
 from megatron_vla.parallel.groups import ParallelGroups
+from megatron_vla.parallel.pipeline import Schedule
 from megatron_vla.training.ema import ParameterAverage
 from megatron_vla.training.gradient import clip_factor, gradient_norm
 from megatron_vla.training.metrics import StepMetrics
@@ -45,6 +46,7 @@ class EagerRunner:
         self.optimizer = optimizer
         self.average = average
         self.groups = groups
+        self.schedule = Schedule(model, groups, family.metric_names)
         self.num_microbatches = num_microbatches
         self.clip_grad = clip_grad
         self.check_finite = check_finite
@@ -54,7 +56,7 @@ class EagerRunner:
     def step(self, batches: Iterator[Batch], learning_rate: float) -> StepMetrics:
         """One optimizer step on the next `num_microbatches` host batches; returns device tensors."""
         self.model.zero_gradients()
-        totals, names = self._forward_backward(batches)
+        totals = self.schedule.run(self.family.forward_step, batches, self.num_microbatches)
         self.model.finish_gradients()
         dist.all_reduce(totals, group=self.groups.data_parallel_group)
         loss_sum, num_valid, extra_sums = totals[0], totals[1], totals[2:]
@@ -66,25 +68,8 @@ class EagerRunner:
         is_finite = torch.isfinite(loss) & torch.isfinite(norm)
         self._update(gradients, clip_factor(norm, self.clip_grad) / count, is_finite, learning_rate)
         passes = self.num_microbatches * self.groups.data_parallel_size
-        extra = {name: value / passes for name, value in zip(names, extra_sums, strict=True)}
+        extra = {name: value / passes for name, value in zip(self.family.metric_names, extra_sums, strict=True)}
         return StepMetrics(loss, num_valid, norm, self._healthy if self.check_finite else is_finite, extra)
-
-    def _forward_backward(self, batches: Iterator[Batch]) -> tuple[Tensor, list[str]]:
-        """All micro-batches; returns this rank's [loss sum, valid count, extra sums...] in fp64 and the extras' names."""
-        device_batches = (batch.to(self.groups.device) for batch in batches)
-        totals: Tensor | None = None
-        names: list[str] = []
-        for index in range(self.num_microbatches):
-            with self.model.micro_batch(is_last=index == self.num_microbatches - 1):
-                output, loss_func = self.family.forward_step(device_batches, self.model.forward_module)
-                loss_sum, num_valid, extra = loss_func(output)
-                # Not normalised: a micro-batch does not know the global number of valid elements.
-                loss_sum.backward()
-            names = sorted(extra)
-            row = torch.stack([t.detach().double() for t in (loss_sum, num_valid, *(extra[n] for n in names))])
-            totals = row if totals is None else totals + row
-        assert totals is not None
-        return totals, names
 
     def _update(self, gradients: list[Tensor], scale: Tensor, is_finite: Tensor, learning_rate: float) -> None:
         """Optimizer and EMA; a no-op on the device once anything was not finite."""

@@ -12,9 +12,12 @@ from megatron_vla.models.common import initialization as draw
 from megatron_vla.models.common.attention import AttentionBackend
 from megatron_vla.models.common.precision import parameter_dtype, set_parameter_dtypes
 from megatron_vla.models.pi05.config import Pi05Config
+from megatron_vla.models.pi05.flops import model_units
 from megatron_vla.models.pi05.model import Pi05Model
+from megatron_vla.models.pi05.stage import Pi05Stage
 from megatron_vla.optimizations.patterns import covers
 from megatron_vla.parallel.linear import TensorParallel
+from megatron_vla.parallel.stage_plan import ModelUnits, plan_stages
 
 # Kept in fp32 when the model is bf16: everything cheap whose rounding error reaches every token or the action interface.
 FP32_PATTERNS = (
@@ -33,6 +36,9 @@ FP32_PATTERNS = (
     "time_mlp_in",
     "time_mlp_out",
 )
+
+# Assumed for balancing pipeline stages when no flag names the cameras.
+DEFAULT_VIEWS = 2
 
 # First match decides. adaRMS starts at zero, which closes every expert branch; the image projector starts at zero and opens
 # with its first gradient.
@@ -75,9 +81,10 @@ def build_module(
     attention_backend: AttentionBackend = "sdpa",
     skip_dead_compute: bool = True,
     tensor_parallel_size: int = 1,
+    kind: type[Pi05Model] = Pi05Model,
 ) -> Pi05Model:
     """The module structure alone; under `torch.device("meta")` it costs no memory."""
-    return Pi05Model(
+    return kind(
         config,
         attention_backend=attention_backend,
         skip_dead_compute=skip_dead_compute,
@@ -86,16 +93,36 @@ def build_module(
 
 
 def build(config: RunConfig, groups: Any = None) -> Pi05Model:
-    """Pi0.5 on this rank's device (`groups.device`; CPU without groups), drawn from --seed whatever the rank."""
+    """Pi0.5 on this rank's device (`groups.device`; CPU without groups), drawn from --seed whatever the rank.
+
+    With pipeline stages: this rank's part of it.
+    """
+    is_pipeline = config.parallel.pipeline_model_parallel_size > 1
     with torch.device("meta"):
         model = build_module(
             config.family,
             attention_backend=config.optimization.attention_backend,
             skip_dead_compute=config.optimization.skip_dead_compute,
             tensor_parallel_size=config.parallel.tensor_model_parallel_size,
+            kind=Pi05Stage if is_pipeline else Pi05Model,
         )
     set_parameter_dtypes(model, parameter_dtype(config.model), FP32_PATTERNS)
+    if isinstance(model, Pi05Stage):
+        plan = plan_stages(pipeline_units(config), config.parallel)
+        model.keep(plan.of_stage(groups.pipeline_model_parallel_rank))
     model = model.to_empty(device=groups.device if groups is not None else torch.device("cpu"))
     model.mark_dead_parameters()  # to_empty made new Parameter objects
     initialize(model, config.training.seed)
     return model
+
+
+def pipeline_units(config: RunConfig) -> ModelUnits:
+    """The model's parts with their FLOPs. Views beyond what the flags say (cameras found in the data) only shift the balance."""
+    data = config.data
+    views = data.num_images or (data.mock_num_cameras if data.mock_data else len(data.camera_map)) or DEFAULT_VIEWS
+    return model_units(
+        config.family,
+        num_views=views,
+        prompt_length=config.family.max_prompt_length,
+        skip_dead_compute=config.optimization.skip_dead_compute,
+    )

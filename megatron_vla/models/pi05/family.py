@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron_vla.models.pi05.build import build
+from megatron_vla.models.pi05.build import build, pipeline_units
 from megatron_vla.models.pi05.check import check
 from megatron_vla.models.pi05.config import VARIANTS, Pi05Config
 from megatron_vla.models.pi05.convert import CONVERTER
-from megatron_vla.models.pi05.forward_step import BATCH_FIELDS, forward_step
+from megatron_vla.models.pi05.forward_step import BATCH_FIELDS, METRIC_NAMES, forward_step
 from megatron_vla.models.registry import ModelFamily
 
 FAMILY = ModelFamily(
@@ -18,5 +18,7 @@ FAMILY = ModelFamily(
     check=check,
     converter=CONVERTER,
     block_names=("vision_tower.layers.*", "layers.*"),
+    metric_names=METRIC_NAMES,
+    pipeline_units=pipeline_units,
     batch_fields=BATCH_FIELDS,
 )

@@ -1,17 +1,18 @@
-"""Forward FLOPs of Pi0.5 per sample (2 per multiply-add, dense masks), for model FLOPs utilisation."""
+"""Forward FLOPs of Pi0.5 per sample (2 per multiply-add, dense masks): for utilisation figures and for balancing stages."""
 
 from __future__ import annotations
 
 from megatron_vla.models.pi05.config import Pi05Config
+from megatron_vla.parallel.stage_plan import ModelUnits, Unit
 
 
-def forward_flops(
+def model_units(
     config: Pi05Config, *, num_views: int, prompt_length: int, action_horizon: int | None = None, skip_dead_compute: bool = True
-) -> float:
-    """FLOPs of one sample's forward pass with these views, prompt slots and horizon.
+) -> ModelUnits:
+    """One sample's forward pass with these views, prompt slots and horizon, by pipeline unit.
 
     The attention of T tokens counts T * T pairs, as model FLOPs are usually counted, although prefix tokens never read actions.
-    `skip_dead_compute` leaves out what the last prefix layer computes beyond its keys and values. Training: about 2.9 times.
+    `skip_dead_compute` leaves out what the last prefix layer computes beyond its keys and values.
     """
     vision_width, patches_per_view = config.vision_hidden_size, (config.image_size // config.patch_size) ** 2
     patches = patches_per_view * num_views
@@ -28,9 +29,30 @@ def forward_flops(
     prefix_matrices = width * (2 * heads + 2 * groups + 3 * config.ffn_hidden_size)
     suffix_matrices = expert * (2 * heads + 2 * groups + 3 * config.expert_ffn_hidden_size)
     attention = 2 * tokens * tokens * heads
-    joint = config.num_layers * (prefix * prefix_matrices + horizon * suffix_matrices + attention)
+    norm_condition = 3 * expert**2
+    layer = prefix * prefix_matrices + horizon * suffix_matrices + attention + 2 * norm_condition
     dead = prefix * (prefix_matrices - 2 * groups * width) + 2 * prefix * tokens * heads if skip_dead_compute else 0
 
-    conditioning = (2 * config.num_layers + 1) * 3 * expert**2 + 2 * expert**2
-    interface = 2 * horizon * expert * config.max_action_dim
-    return 2.0 * (vision + projector + joint - dead + conditioning + interface)
+    interface = horizon * expert * config.max_action_dim
+    last_layer = config.num_layers - 1
+    return ModelUnits(
+        first=Unit("vision tower and embeddings", 2.0 * (vision + projector + interface + 2 * expert**2)),
+        layers=tuple(
+            Unit(f"layers.{index}", 2.0 * (layer - (dead if index == last_layer else 0))) for index in range(config.num_layers)
+        ),
+        last=Unit("read-out", 2.0 * (interface + norm_condition)),
+    )
+
+
+def forward_flops(
+    config: Pi05Config, *, num_views: int, prompt_length: int, action_horizon: int | None = None, skip_dead_compute: bool = True
+) -> float:
+    """FLOPs of the whole forward pass; arguments as `model_units`. Training: about 2.9 times."""
+    units = model_units(
+        config,
+        num_views=num_views,
+        prompt_length=prompt_length,
+        action_horizon=action_horizon,
+        skip_dead_compute=skip_dead_compute,
+    )
+    return sum(unit.forward_flops for unit in (units.first, *units.layers, units.last))

@@ -27,6 +27,8 @@ BATCH_FIELDS = frozenset(
     }
 )
 
+METRIC_NAMES = ("camera_present_fraction", "prompt_tokens", "valid_action_fraction")
+
 LossResult = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 

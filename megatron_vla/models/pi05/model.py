@@ -81,7 +81,7 @@ class Pi05Model(nn.Module):
         The last prefix layer is only read through its keys and values. In the reference its query projection has a gradient of
         exact zeros, not None, so weight decay still acts on it: `decay_only` tells the optimizer.
         """
-        last = cast(JointLayer, self.layers[-1]).prefix
+        last = cast(JointLayer, list(self.layers.children())[-1]).prefix
         for module in (last.attention.o_proj, last.post_attention_norm, last.mlp, self.prefix_norm):
             module.requires_grad_(False)
         for parameter in last.attention.q_proj.parameters():
@@ -95,14 +95,17 @@ class Pi05Model(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Squared velocity errors [B, T, A], unmasked; `flow_matching.masked_loss` reduces them."""
-        dtype = self.interface_dtype
-        # Padded dimensions are zero by contract; selecting makes garbage there harmless. Steps beyond the episode's end are not
-        # padding in this sense: they hold the repeated last action and are attended to, as in the released recipe.
-        actions_BTA = torch.where(batch.action_dim_is_valid_BA[:, None], batch.actions_BTA, 0.0).to(dtype)
-        noise_BTA = batch.noise_BTA.to(dtype)
-        x_BTA = noisy_actions(actions_BTA, noise_BTA, batch.time_B.to(dtype))
+        actions_BTA, noise_BTA = self.flow_inputs(batch)
+        x_BTA = noisy_actions(actions_BTA, noise_BTA, batch.time_B.to(self.interface_dtype))
         velocity_BTA = self.velocity(batch, x_BTA, batch.time_B)
         return (velocity_BTA - target_velocity(actions_BTA, noise_BTA)).square()
+
+    def flow_inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(actions, noise), both [B, T, A] in the interface dtype."""
+        # Padded dimensions are zero by contract; selecting makes garbage there harmless. Steps beyond the episode's end are not
+        # padding in this sense: they hold the repeated last action and are attended to, as in the released recipe.
+        actions_BTA = torch.where(batch.action_dim_is_valid_BA[:, None], batch.actions_BTA, 0.0)
+        return actions_BTA.to(self.interface_dtype), batch.noise_BTA.to(self.interface_dtype)
 
     def flops_per_sample(self, num_views: int, prompt_length: int, action_horizon: int | None = None) -> float:
         """Forward FLOPs of one sample with these views, prompt slots and horizon, as this model computes it."""
@@ -139,9 +142,13 @@ class Pi05Model(nn.Module):
         tokens_BL = batch.tokens_BL.masked_fill(~batch.token_is_valid_BL, PADDING_TOKEN)
         prompt_BLH = F.embedding(tokens_BL, self.token_embedding.weight, padding_idx=PADDING_TOKEN)
         prompt_BLH = prompt_BLH * math.sqrt(self.config.hidden_size)
-        patch_is_valid_BP = is_present_BV.repeat_interleave(patches.shape[1], dim=1)
-        is_valid_BP = torch.cat((patch_is_valid_BP, batch.token_is_valid_BL), dim=1)
-        return torch.cat((images_BPH, prompt_BLH), dim=1), is_valid_BP
+        return torch.cat((images_BPH, prompt_BLH), dim=1), self.prefix_is_valid(batch)
+
+    def prefix_is_valid(self, batch: Batch) -> Tensor:
+        """[B, P], from the batch's masks alone."""
+        num_patches = vision_sizes(self.config).num_patches
+        patch_is_valid_BP = batch.camera_is_present_BV.repeat_interleave(num_patches, dim=1)
+        return torch.cat((patch_is_valid_BP, batch.token_is_valid_BL), dim=1)
 
     def _pixels(self, images_BVCYX: Tensor, is_present_BV: Tensor) -> Tensor:
         """Images in [-1, 1] in the patch embedding's dtype; absent views are black whatever the batch holds there."""
