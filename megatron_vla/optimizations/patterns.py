@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from megatron_vla.parallel.partial_model import PartialModel
+
 
 def _segments_match(pattern: Sequence[str], name: Sequence[str]) -> bool:
     return all(p in ("*", n) for p, n in zip(pattern, name, strict=True))
@@ -34,14 +36,15 @@ def select_modules(model: nn.Module, patterns: Sequence[str], flag: str) -> dict
     """Modules described by `patterns`, by name, in the model's order.
 
     Raises ValueError naming `flag` when a pattern describes no module (with the nearest names) or when one described module
-    lies inside another (its activations would be handled twice).
+    lies inside another (its activations would be handled twice). What another pipeline stage holds counts as described.
     """
+    elsewhere = model.absent_modules if isinstance(model, PartialModel) else ()
     modules = {name: module for name, module in model.named_modules() if name}
     selected: dict[str, nn.Module] = {}
     for pattern in patterns:
         found = [name for name in modules if matches(pattern, name)]
-        if not found:
-            near = ", ".join(nearest_names(pattern, modules)) or "none"
+        if not found and not any(matches(pattern, name) for name in elsewhere):
+            near = ", ".join(nearest_names(pattern, [*modules, *elsewhere])) or "none"
             raise ValueError(f"{flag} {pattern}: no module has this name; nearest names: {near}")
         selected.update((name, modules[name]) for name in found)
     for name in selected:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -21,44 +20,10 @@ from megatron_vla.data.batch import Batch
 from megatron_vla.parallel.cpu import install_schedule_shims
 from megatron_vla.parallel.data_parallel import DataParallelModel
 from megatron_vla.parallel.groups import ParallelGroups
-from megatron_vla.parallel.stage_plan import Chunk
+from megatron_vla.parallel.partial_model import PartialModel
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 ForwardStep = Callable[[Iterator[Batch], nn.Module], tuple[Tensor, LossFunction]]
-
-
-class PartialModel(nn.Module):
-    """A model of which this rank holds a part, under the names of the whole.
-
-    A family's stage derives from this and gives `chunks`, `boundary_dtype`, `boundary_numel(batch)` and
-    `forward(batch, chunk number, received)`. `absent_shapes` and `absent_modules` describe what other stages hold, so that
-    loading and module patterns can tell "elsewhere" from "nowhere".
-    """
-
-    chunks: Sequence[Chunk] = ()  # none: still whole
-    absent_shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-    absent_modules: tuple[str, ...] = ()
-
-    @property
-    def boundary_dtype(self) -> torch.dtype:
-        """Dtype of the tensor between stages."""
-        raise NotImplementedError
-
-    def boundary_numel(self, batch: Batch) -> int:
-        """Elements of the tensor between stages for a micro-batch of these shapes."""
-        raise NotImplementedError
-
-    def take_inventory(self) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
-        """Parameter shapes and module names now, for `record_absent`."""
-        shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
-        return shapes, tuple(name for name, _ in self.named_modules() if name)
-
-    def record_absent(self, inventory: tuple[dict[str, tuple[int, ...]], tuple[str, ...]]) -> None:
-        """Remember what has gone since `inventory` was taken."""
-        shapes, modules = inventory
-        held_shapes, held_modules = self.take_inventory()
-        self.absent_shapes = {name: shape for name, shape in shapes.items() if name not in held_shapes}
-        self.absent_modules = tuple(name for name in modules if name not in set(held_modules))
 
 
 class _ScheduledChunk(nn.Module):
@@ -105,6 +70,21 @@ class Schedule:
         self._no_tokens = torch.zeros((), dtype=torch.int, device=groups.device)
         last = groups.pipeline_model_parallel_size - 1
         self._last_rank = dist.get_global_rank(groups.pipeline_model_parallel_group, last) if self._is_pipeline else groups.rank
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank reads images and prompts."""
+        return self.groups.pipeline_model_parallel_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.groups.pipeline_model_parallel_rank == self.groups.pipeline_model_parallel_size - 1
+
+    @property
+    def fewest_microbatches(self) -> int:
+        """The smallest step that the schedule can run."""
+        return self.groups.pipeline_model_parallel_size if len(self._chunks) > 1 else 1
 
     def run(
         self, forward_step: ForwardStep, batches: Iterator[Batch], num_microbatches: int, *, reduce_gradients: bool = True

@@ -22,7 +22,8 @@ from megatron_vla.data.batch import Batch
 from megatron_vla.models.registry import ModelFamily
 from megatron_vla.parallel.groups import ParallelGroups, shorten_timeouts
 from megatron_vla.runner.eager import EagerRunner
-from megatron_vla.training.checkpoint import TrainState, save_checkpoint
+from megatron_vla.training.checkpoint import TrainState
+from megatron_vla.training.checkpoint_saving import CheckpointSaver
 from megatron_vla.training.logging import Position, RunLogger, WindowTiming, window_record
 from megatron_vla.training.metrics import MetricWindow, peak_memory_gib
 from megatron_vla.training.nonfinite import diagnose
@@ -95,6 +96,8 @@ class _Loop:
         self.window = MetricWindow()
         self.window_start = time.perf_counter()
         self.saved_at: int | None = None
+        can_save = run.config.checkpoint.save is not None
+        self.saver = CheckpointSaver(run.config, run.groups, run.supply) if can_save else None
 
     def run(self) -> None:
         training = self.config.training
@@ -108,6 +111,8 @@ class _Loop:
                 if self.state.iteration == first + 1:
                     shorten_timeouts(self.config.parallel, self.groups)
                 iteration = self.state.iteration
+                if self.saver is not None:
+                    self._message(self.saver.poll())
                 stop = self.signals.poll()
                 leave = training.exit_interval is not None and iteration % training.exit_interval == 0
                 interval = self.config.checkpoint.save_interval
@@ -150,8 +155,8 @@ class _Loop:
         if bad is not None and self.config.training.check_for_nan_in_loss_and_grad:
             start = self.state.consumed_samples - (self.state.iteration - bad.iteration + 1) * self.global_batch_size
             with closing(self._open(start, 1)) as again:
-                module = self.state.module
-                raise diagnose(self.run_parts.family, module, self.groups, again, bad.iteration, bad.loss)
+                forward_step = self.run_parts.family.forward_step
+                raise diagnose(self.run_parts.runner.schedule, forward_step, self.groups, again, bad.iteration, bad.loss)
         timing = self._timing(batches.take_wait(), seconds, count)
         if self.logger is not None:
             position = Position(
@@ -177,14 +182,17 @@ class _Loop:
             samples=count * self.global_batch_size,
         )
 
+    def _message(self, lines: list[str]) -> None:
+        if self.logger is not None:
+            for line in lines:
+                self.logger.message(line)
+
     def _save(self) -> None:
-        if self.config.checkpoint.save is None or self.saved_at == self.state.iteration:
+        if self.saver is None or self.saved_at == self.state.iteration:
             return
-        start = time.perf_counter()
-        path = save_checkpoint(self.state, self.config, self.groups, self.run_parts.supply)
+        self._message(self.saver.save(self.state))
         self.saved_at = self.state.iteration
         if self.logger is not None:
-            self.logger.message(f"saved {path} in {time.perf_counter() - start:.1f} s")
             self.logger.draw_curve()
         # A save is not part of the next window's step time.
         self.window_start = time.perf_counter()
@@ -192,6 +200,8 @@ class _Loop:
     def _finish(self, reason: str) -> None:
         """Last checkpoint, curve, and the line that says how to go on."""
         self._save()
+        if self.saver is not None:
+            self._message(self.saver.finish())
         if self.logger is None:
             return
         curve = self.logger.draw_curve()

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vla.data.batch import Batch
-from megatron_vla.models.registry import ModelFamily
 from megatron_vla.parallel.groups import ParallelGroups
+from megatron_vla.parallel.pipeline import ForwardStep, Schedule
 
 MAX_IDS_SHOWN = 16
 
@@ -50,19 +50,23 @@ def _bad_samples(batch: Batch) -> list[str]:
     return lines
 
 
-def _first_bad_gradient(loss: Tensor, module: nn.Module) -> str | None:
+def _first_bad_gradient(module: nn.Module) -> str | None:
     """The non-finite parameter gradient nearest to the loss: backward meets the last parameters first."""
-    named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-    gradients = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
-    for (name, _), gradient in reversed(list(zip(named, gradients, strict=True))):
-        if gradient is not None and _is_bad(gradient):
+    for name, parameter in reversed([(n, p) for n, p in module.named_parameters() if p.requires_grad]):
+        main_grad = getattr(parameter, "main_grad", None)
+        if _is_bad(parameter.grad if main_grad is None else main_grad):
             return f"the forward pass is finite; the gradient of {name} is not"
     return None
 
 
-def examine(family: ModelFamily, module: nn.Module, batch: Batch) -> list[str]:
-    """What is not finite in one micro-batch, nearest to the cause first; empty when everything is finite."""
-    found = _bad_samples(batch)
+def examine(schedule: Schedule, forward_step: ForwardStep, batch: Batch) -> list[str]:
+    """What this rank finds not finite in one micro-batch, nearest to the cause first; empty when everything is finite.
+
+    Runs forward and backward, so all stages of a pipeline call it together; the gradients that were accumulated are lost.
+    """
+    module = schedule.model.module
+    # Every stage reads the same batch; one report is enough.
+    found = _bad_samples(batch) if schedule.is_first_stage else []
     first: list[str] = []
 
     def hook(name: str) -> Any:
@@ -75,32 +79,42 @@ def examine(family: ModelFamily, module: nn.Module, batch: Batch) -> list[str]:
         return look
 
     handles = [m.register_forward_hook(hook(name)) for name, m in module.named_modules()]
+    schedule.model.zero_gradients()
+    count = schedule.fewest_microbatches
     try:
-        output, loss_func = family.forward_step(iter([batch]), module)
-        loss_sum, _, _ = loss_func(output)
+        with schedule.model.micro_batch(is_last=False):
+            totals = schedule.run(forward_step, iter([batch] * count), count, reduce_gradients=False)
     finally:
         for handle in handles:
             handle.remove()
     found += first
-    if not first and not _is_bad(loss_sum):
-        gradient = _first_bad_gradient(loss_sum, module)
+    is_loss_bad = _is_bad(totals[0])
+    if not first and not is_loss_bad:
+        gradient = _first_bad_gradient(module)
         found += [gradient] if gradient else []
-    elif not first:
+    elif not first and schedule.is_last_stage:
         found.append("every module's output is finite; the loss is not")
     return found
 
 
 def diagnose(
-    family: ModelFamily, module: nn.Module, groups: ParallelGroups, batches: Iterator[Batch], iteration: int, loss: float
+    schedule: Schedule,
+    forward_step: ForwardStep,
+    groups: ParallelGroups,
+    batches: Iterator[Batch],
+    iteration: int,
+    loss: float,
 ) -> NonFiniteError:
     """The error to raise, equal on all ranks. `batches`: this rank's micro-batches of the bad iteration, on the host."""
     reports: list[str] = []
+    stages = groups.pipeline_model_parallel_size
+    place = f" (pipeline stage {groups.pipeline_model_parallel_rank} of {stages})" if stages > 1 else ""
     for number, batch in enumerate(batches):
-        found = examine(family, module, batch.to(groups.device))
+        found = examine(schedule, forward_step, batch.to(groups.device))
         if found:
             ids = batch.sample_index_B.tolist()
             shown = ", ".join(map(str, ids[:MAX_IDS_SHOWN])) + (", ..." if len(ids) > MAX_IDS_SHOWN else "")
-            reports.append(f"rank {groups.rank}, micro-batch {number}, samples [{shown}]: {'; '.join(found)}")
+            reports.append(f"rank {groups.rank}{place}, micro-batch {number}, samples [{shown}]: {'; '.join(found)}")
     gathered: list[Any] = [None] * groups.world_size
     dist.all_gather_object(gathered, reports, group=groups.host_group)
     lines = [line for rank_reports in gathered for line in rank_reports]

@@ -33,7 +33,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _serve(rank: int, world_size: int, connection: Any) -> None:
+def _serve(rank: int, world_size: int, connection: Any, module: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
     while True:
         request = connection.recv()
@@ -45,7 +45,7 @@ def _serve(rank: int, world_size: int, connection: Any) -> None:
         value, failure = None, None
         try:
             with contextlib.redirect_stdout(printed):
-                value = getattr(importlib.import_module("training_cases"), case)(rank, *arguments)
+                value = getattr(importlib.import_module(module), case)(rank, *arguments)
         except BaseException:
             failure = traceback.format_exc()
             with contextlib.suppress(Exception):
@@ -54,16 +54,19 @@ def _serve(rank: int, world_size: int, connection: Any) -> None:
 
 
 class WorkerPool:
-    """`world_size` processes; `run` gives one case to all of them and collects the outcomes in rank order."""
+    """`world_size` processes; `run` gives one case to all of them and collects the outcomes in rank order.
 
-    def __init__(self, world_size: int):
+    Cases are functions of the module `cases`, called with the rank first.
+    """
+
+    def __init__(self, world_size: int, cases: str = "training_cases"):
         context = multiprocessing.get_context("spawn")
         self._connections = []
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             # Not daemons: those may not start data-loading workers.
-            process = context.Process(target=_serve, args=(rank, world_size, theirs))
+            process = context.Process(target=_serve, args=(rank, world_size, theirs, cases))
             process.start()
             self._connections.append(ours)
             self._processes.append(process)

@@ -22,6 +22,7 @@ from megatron_vla.findings import Finding, error, raise_errors
 from megatron_vla.models.common.key_map import KeyMap
 from megatron_vla.models.common.resolution import REINITIALIZE_FLAG, Resolution, ShapeFlags, resolve
 from megatron_vla.models.common.tensor_file import TensorSource, open_tensors, write_tensors
+from megatron_vla.parallel.partial_model import PartialModel
 
 EXTRAS_FILE = "extras.safetensors"
 RECORD_FILE = "conversion.json"
@@ -196,6 +197,9 @@ class CheckpointConverter:
 
     def _resolve(self, source: TensorSource, module: nn.Module, reinitialize: Sequence[str], path: Paths) -> Resolution:
         expected = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        if isinstance(module, PartialModel):
+            # Every tensor of the file must belong to some stage, and every stage's parameters must be in the file.
+            expected.update(module.absent_shapes)
         where = f"--pretrained-checkpoint {_shown(path)}"
         return resolve(source, expected, self.key_map, self.shape_flags, self.layer_flags, reinitialize, where)
 

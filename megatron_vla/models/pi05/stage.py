@@ -20,7 +20,8 @@ from megatron_vla.data.batch import Batch
 from megatron_vla.models.common.flow_matching import noisy_actions, target_velocity
 from megatron_vla.models.pi05.layers import plan_attention
 from megatron_vla.models.pi05.model import Pi05Model, vision_sizes
-from megatron_vla.parallel.pipeline import PartialModel
+from megatron_vla.parallel.partial_model import PartialModel
+from megatron_vla.parallel.sequence_parallel import stream_shape
 from megatron_vla.parallel.stage_plan import Chunk
 
 FIRST_MODULES = ("vision_tower", "vision_projector", "token_embedding", "action_in_proj", "time_mlp_in", "time_mlp_out")
@@ -70,7 +71,7 @@ class Pi05Stage(Pi05Model, PartialModel):
         else:
             prefix_BPH, suffix_BTE, condition_BE = self._unpack(received_N11, batch)
         horizon = batch.actions_BTA.shape[1]
-        plan = plan_attention(self.prefix_is_valid(batch), horizon, self.config, self._stream_dtype)
+        plan = plan_attention(self.prefix_is_valid(batch), horizon, self.config, self._stream_dtype, self.tensor_parallel)
         for number in range(chunk.first_layer, chunk.end_layer):
             layer = self.layers.get_submodule(str(number))
             prefix_BPH, suffix_BTE = layer(prefix_BPH, suffix_BTE, condition_BE, plan)
@@ -78,7 +79,7 @@ class Pi05Stage(Pi05Model, PartialModel):
             return _packed(prefix_BPH, suffix_BTE, condition_BE)
         if not self.skip_dead_compute:
             self.prefix_norm(prefix_BPH)
-        velocity_BTA = self._read_out(suffix_BTE, condition_BE)
+        velocity_BTA = self._read_out(suffix_BTE, condition_BE, plan)
         return (velocity_BTA - target_velocity(*self.flow_inputs(batch))).square()
 
     def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,8 +94,8 @@ class Pi05Stage(Pi05Model, PartialModel):
         num_prefix = num_views * vision_sizes(self.config).num_patches + batch.tokens_BL.shape[1]
         width = self.config.expert_hidden_size
         return (
-            (num_samples, num_prefix, self.config.hidden_size),
-            (num_samples, batch.actions_BTA.shape[1], width),
+            stream_shape(num_samples, num_prefix, self.config.hidden_size, self.tensor_parallel),
+            stream_shape(num_samples, batch.actions_BTA.shape[1], width, self.tensor_parallel),
             (num_samples, width),
         )
 
