@@ -31,7 +31,8 @@ from megatron_vla.config.run import parse_args
 from megatron_vla.models.common.attention import attend, block_attention_mask, key_mask, token_positions
 from megatron_vla.models.common.flow_matching import flow_time_embedding, integrate_velocity
 from megatron_vla.models.pi05.family import FAMILY
-from megatron_vla.parallel.linear import TensorParallel, column_parallel_linear
+from megatron_vla.parallel.linear import column_parallel_linear
+from megatron_vla.parallel.tensor_parallel import TensorParallel
 
 MASKS = Path(__file__).resolve().parents[1] / "golden" / "pi05_masks"
 

@@ -22,6 +22,7 @@ from megatron_vla.findings import Finding, error, raise_errors
 from megatron_vla.models.common.key_map import KeyMap
 from megatron_vla.models.common.resolution import REINITIALIZE_FLAG, Resolution, ShapeFlags, resolve
 from megatron_vla.models.common.tensor_file import TensorSource, open_tensors, write_tensors
+from megatron_vla.parallel.parameter_shard import shard_of
 from megatron_vla.parallel.partial_model import PartialModel
 
 EXTRAS_FILE = "extras.safetensors"
@@ -103,7 +104,7 @@ class CheckpointConverter:
     def load(self, path: Paths, model: nn.Module, reinitialize: Sequence[str] = (), report: Report = print) -> None:
         """Copy every parameter of `model` from `path`; raises CheckError unless names and shapes match exactly.
 
-        Parameters under `reinitialize` keep their values and are listed.
+        Parameters under `reinitialize` keep their values and are listed. Sharded parameters take their part.
         """
         source = open_tensors(_listed(path))
         resolution = self._resolve(source, model, reinitialize, path)
@@ -196,7 +197,7 @@ class CheckpointConverter:
         return shapes
 
     def _resolve(self, source: TensorSource, module: nn.Module, reinitialize: Sequence[str], path: Paths) -> Resolution:
-        expected = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        expected = {name: shard_of(parameter).global_shape for name, parameter in module.named_parameters()}
         if isinstance(module, PartialModel):
             # Every tensor of the file must belong to some stage, and every stage's parameters must be in the file.
             expected.update(module.absent_shapes)
@@ -271,7 +272,8 @@ def _shown(path: Paths) -> str:
 
 
 def _copy_tensor(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Copy with rounding to the parameter's dtype; returns the largest change (device scalar)."""
+    """Copy this rank's part with rounding to the parameter's dtype; returns the largest change (device scalar)."""
+    tensor = shard_of(parameter).local_part(tensor)
     parameter.copy_(tensor)
     wide = torch.promote_types(torch.promote_types(parameter.dtype, tensor.dtype), torch.float32)
     if tensor.dtype == parameter.dtype or tensor.numel() == 0:

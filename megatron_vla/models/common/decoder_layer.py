@@ -1,5 +1,8 @@
 """Pieces of Gemma-style decoder layers: grouped-query projections with rotary positions, gated MLP.
 
+Under tensor parallelism N and G count this rank's heads. A residual stream [B, S, H] may be this rank's rows [R, H] (see
+parallel/sequence_parallel.py).
+
 Shape legend: B samples, S tokens, H hidden, N query heads, G key/value heads, D head width.
 """
 
@@ -11,7 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_vla.models.common.rotary import RotaryTable, rotate
-from megatron_vla.parallel.linear import TensorParallel, column_parallel_linear, row_parallel_linear
+from megatron_vla.parallel.linear import column_parallel_linear, replicated_linear, row_parallel_linear
+from megatron_vla.parallel.parameter_shard import mark_partial
+from megatron_vla.parallel.sequence_parallel import gather_rows, gather_samples
+from megatron_vla.parallel.tensor_parallel import TensorParallel
 
 
 class KeyValue(NamedTuple):
@@ -22,7 +28,11 @@ class KeyValue(NamedTuple):
 
 
 class AttentionProjections(nn.Module):
-    """q, k, v and o projections of one stream, without biases. Who reads whom is decided by the layer that owns them."""
+    """q, k, v and o projections of one stream, without biases. Who reads whom is decided by the layer that owns them.
+
+    Key/value heads are split over the tensor-parallel ranks when there are enough of them. Otherwise every rank computes all of
+    them and reads the one that its query heads belong to; the gradients of k and v are then partial sums.
+    """
 
     def __init__(
         self,
@@ -35,11 +45,29 @@ class AttentionProjections(nn.Module):
     ) -> None:
         super().__init__()
         self.head_width = head_width
+        self.tensor_parallel = tensor_parallel
         query_size, group_size = num_attention_heads * head_width, num_query_groups * head_width
         self.q_proj = column_parallel_linear(hidden_size, query_size, bias=False, tensor_parallel=tensor_parallel)
-        self.k_proj = column_parallel_linear(hidden_size, group_size, bias=False, tensor_parallel=tensor_parallel)
-        self.v_proj = column_parallel_linear(hidden_size, group_size, bias=False, tensor_parallel=tensor_parallel)
+        self.own_group: int | None = None
+        if num_query_groups % tensor_parallel.size == 0:
+            self.k_proj = column_parallel_linear(hidden_size, group_size, bias=False, tensor_parallel=tensor_parallel)
+            self.v_proj = column_parallel_linear(hidden_size, group_size, bias=False, tensor_parallel=tensor_parallel)
+        else:
+            if tensor_parallel.size % num_query_groups:
+                raise ValueError(
+                    f"--tensor-model-parallel-size {tensor_parallel.size} and --num-query-groups {num_query_groups}: "
+                    "one must be a multiple of the other, so that a rank's query heads share one key/value head"
+                )
+            self.k_proj = replicated_linear(hidden_size, group_size, bias=False)
+            self.v_proj = replicated_linear(hidden_size, group_size, bias=False)
+            mark_partial(self.k_proj)
+            mark_partial(self.v_proj)
+            self.own_group = tensor_parallel.rank * num_query_groups // tensor_parallel.size
         self.o_proj = row_parallel_linear(query_size, hidden_size, bias=False, tensor_parallel=tensor_parallel)
+
+    def tokens(self, stream_BSH: Tensor, rotary: RotaryTable) -> Tensor:
+        """Normalised residual stream -> the tokens [B, S, H] that the projections read, gathered once for all of them."""
+        return gather_samples(stream_BSH, rotary.num_tokens, self.tensor_parallel)
 
     def query(self, hidden_BSH: Tensor, rotary: RotaryTable) -> Tensor:
         """Rotated queries [B, N, S, D]."""
@@ -47,8 +75,10 @@ class AttentionProjections(nn.Module):
 
     def key_value(self, hidden_BSH: Tensor, rotary: RotaryTable) -> KeyValue:
         """Rotated keys, and values."""
-        key_BGSD = rotate(self._split_heads(self.k_proj(hidden_BSH)), rotary)
-        return KeyValue(key_BGSD, self._split_heads(self.v_proj(hidden_BSH)))
+        key_BGSD, value_BGSD = self._split_heads(self.k_proj(hidden_BSH)), self._split_heads(self.v_proj(hidden_BSH))
+        if self.own_group is not None:
+            key_BGSD, value_BGSD = key_BGSD.narrow(1, self.own_group, 1), value_BGSD.narrow(1, self.own_group, 1)
+        return KeyValue(rotate(key_BGSD, rotary), value_BGSD)
 
     def _split_heads(self, projected_BSH: Tensor) -> Tensor:
         return projected_BSH.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
@@ -59,10 +89,12 @@ class GatedMlp(nn.Module):
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, tensor_parallel: TensorParallel) -> None:
         super().__init__()
+        self.tensor_parallel = tensor_parallel
         self.gate_proj = column_parallel_linear(hidden_size, ffn_hidden_size, bias=False, tensor_parallel=tensor_parallel)
         self.up_proj = column_parallel_linear(hidden_size, ffn_hidden_size, bias=False, tensor_parallel=tensor_parallel)
         self.down_proj = row_parallel_linear(ffn_hidden_size, hidden_size, bias=False, tensor_parallel=tensor_parallel)
 
     def forward(self, hidden_BSH: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
+        hidden_BSH = gather_rows(hidden_BSH, self.tensor_parallel)
         return self.down_proj(F.gelu(self.gate_proj(hidden_BSH), approximate="tanh") * self.up_proj(hidden_BSH))

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from megatron_vla.parallel.parameter_shard import shard_of
+
 Initializer = Callable[[Tensor, torch.Generator], None]
 
 
@@ -60,11 +62,26 @@ def parameter_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give a model that was built on the meta device memory on `device`, with undefined values.
+
+    torch makes new Parameter objects for this; the marks of the old ones (shards, dead parameters) are carried over.
+    """
+    marks = {name: vars(parameter) for name, parameter in model.named_parameters()}
+    model.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        vars(parameter).update(marks[name])
+
+
 @torch.no_grad()
 def initialize_parameters(model: nn.Module, initializer_of: Callable[[str], Initializer], seed: int) -> None:
-    """Draw every parameter of `model` anew; `initializer_of` maps a parameter's name to its distribution."""
+    """Draw every parameter of `model` anew; `initializer_of` maps a parameter's name to its distribution.
+
+    Each rank draws whole tensors and keeps its shard, so the values do not depend on the layout; one tensor at a time.
+    """
     for name, parameter in model.named_parameters():
         generator = torch.Generator(device=parameter.device).manual_seed(parameter_seed(seed, name))
-        values = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+        shard = shard_of(parameter)
+        values = torch.empty(shard.global_shape, dtype=torch.float32, device=parameter.device)
         initializer_of(name)(values, generator)
-        parameter.copy_(values)
+        parameter.copy_(shard.local_part(values))

@@ -1,6 +1,6 @@
 """Norm layers. Statistics and affine maps are computed in fp32 (fp64 for fp64 input) and rounded once to the input's dtype.
 
-Shape legend: B samples, S tokens, H hidden.
+Shape legend: B samples, S tokens, H hidden, C condition, M modulation (3 H), R token rows of this rank.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_vla.parallel.linear import replicated_linear
+from megatron_vla.parallel.sequence_parallel import RowOwners
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
@@ -51,16 +52,24 @@ class RMSNorm(nn.Module):
 
 
 class AdaptiveRMSNorm(nn.Module):
-    """adaRMS: scale, shift and residual gate are linear in a condition vector (three chunks of `dense`, in this order)."""
+    """adaRMS: scale, shift and residual gate are linear in a condition vector (three chunks of `dense`, in this order).
+
+    Under sequence parallelism `dense` still has a complete gradient on every rank: the modulation's gradient is summed.
+    """
 
     def __init__(self, hidden_size: int, condition_size: int, epsilon: float) -> None:
         super().__init__()
         self.epsilon = epsilon
         self.dense = replicated_linear(condition_size, 3 * hidden_size, bias=True)
 
-    def forward(self, hidden_BSH: Tensor, condition_BC: Tensor) -> tuple[Tensor, Tensor]:
-        """(normalised [B, S, H], gate [B, 1, H]), both in the dtype of `hidden_BSH`."""
-        scale_B1H, shift_B1H, gate_B1H = self.dense(condition_BC).unsqueeze(1).chunk(3, dim=-1)
+    def forward(self, hidden_BSH: Tensor, condition_BC: Tensor, owners: RowOwners | None = None) -> tuple[Tensor, Tensor]:
+        """(normalised [B, S, H], gate [B, 1, H]), both in the dtype of `hidden_BSH`.
+
+        With `owners` (sequence parallelism) hidden are this rank's rows [R, H], and so are both results.
+        """
+        modulation_BM = self.dense(condition_BC)
+        modulation_B1M = modulation_BM.unsqueeze(1) if owners is None else owners.per_row(modulation_BM)
+        scale_B1H, shift_B1H, gate_B1H = modulation_B1M.chunk(3, dim=-1)
         normalized_BSH = _rms_normalized(hidden_BSH, self.epsilon)
         wide = normalized_BSH.dtype
         adapted_BSH = normalized_BSH * (1.0 + scale_B1H.to(wide)) + shift_B1H.to(wide)

@@ -19,6 +19,11 @@ class RotaryTable(NamedTuple):
     cos_B1SD: Tensor
     sin_B1SD: Tensor
 
+    @property
+    def num_tokens(self) -> int:
+        """S."""
+        return self.cos_B1SD.shape[2]
+
     def tokens(self, start: int, stop: int) -> RotaryTable:
         """The table of tokens start..stop-1 (views, no copy)."""
         return RotaryTable(self.cos_B1SD[:, :, start:stop], self.sin_B1SD[:, :, start:stop])

@@ -1,5 +1,7 @@
 """SigLIP vision tower (arXiv:2303.15343): patches, learned positions, pre-norm layers, final norm, no pooling head.
 
+Between the matrices the residual stream [I, S, H] may be this rank's rows [R, H] (see parallel/sequence_parallel.py).
+
 Shape legend: I images, C channels, Y X pixel rows and columns, S patches, H hidden, N heads, D head width.
 """
 
@@ -14,7 +16,9 @@ from torch.nn import functional as F
 
 from megatron_vla.models.common.attention import AttentionBackend, attend
 from megatron_vla.models.common.normalization import LayerNorm
-from megatron_vla.parallel.linear import NOT_PARALLEL, TensorParallel, column_parallel_linear, row_parallel_linear
+from megatron_vla.parallel.linear import column_parallel_linear, row_parallel_linear
+from megatron_vla.parallel.sequence_parallel import gather_rows, gather_samples, split_rows
+from megatron_vla.parallel.tensor_parallel import NOT_PARALLEL, TensorParallel, on_token_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,8 @@ class VisionAttention(nn.Module):
     def __init__(self, sizes: VisionSizes, backend: AttentionBackend, tensor_parallel: TensorParallel) -> None:
         super().__init__()
         self.backend = backend
+        self.tensor_parallel = tensor_parallel
+        self.num_patches = sizes.num_patches
         self.head_width = sizes.hidden_size // sizes.num_attention_heads
         hidden = sizes.hidden_size
         self.q_proj = column_parallel_linear(hidden, hidden, bias=True, tensor_parallel=tensor_parallel)
@@ -64,6 +70,7 @@ class VisionAttention(nn.Module):
 
     def forward(self, hidden_ISH: Tensor) -> Tensor:
         """[I, S, H] -> [I, S, H]."""
+        hidden_ISH = gather_samples(hidden_ISH, self.num_patches, self.tensor_parallel)
         query, key, value = (
             project(hidden_ISH).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -76,12 +83,13 @@ class VisionMlp(nn.Module):
 
     def __init__(self, sizes: VisionSizes, tensor_parallel: TensorParallel) -> None:
         super().__init__()
+        self.tensor_parallel = tensor_parallel
         self.fc1 = column_parallel_linear(sizes.hidden_size, sizes.ffn_hidden_size, bias=True, tensor_parallel=tensor_parallel)
         self.fc2 = row_parallel_linear(sizes.ffn_hidden_size, sizes.hidden_size, bias=True, tensor_parallel=tensor_parallel)
 
     def forward(self, hidden_ISH: Tensor) -> Tensor:
         """[I, S, H] -> [I, S, H]."""
-        return self.fc2(F.gelu(self.fc1(hidden_ISH), approximate="tanh"))
+        return self.fc2(F.gelu(self.fc1(gather_rows(hidden_ISH, self.tensor_parallel)), approximate="tanh"))
 
 
 class VisionLayer(nn.Module):
@@ -89,9 +97,9 @@ class VisionLayer(nn.Module):
 
     def __init__(self, sizes: VisionSizes, backend: AttentionBackend, tensor_parallel: TensorParallel) -> None:
         super().__init__()
-        self.layer_norm1 = LayerNorm(sizes.hidden_size, eps=sizes.norm_epsilon)
+        self.layer_norm1 = on_token_rows(LayerNorm(sizes.hidden_size, eps=sizes.norm_epsilon), tensor_parallel)
         self.self_attn = VisionAttention(sizes, backend, tensor_parallel)
-        self.layer_norm2 = LayerNorm(sizes.hidden_size, eps=sizes.norm_epsilon)
+        self.layer_norm2 = on_token_rows(LayerNorm(sizes.hidden_size, eps=sizes.norm_epsilon), tensor_parallel)
         self.mlp = VisionMlp(sizes, tensor_parallel)
 
     def forward(self, hidden_ISH: Tensor) -> Tensor:
@@ -109,7 +117,8 @@ class VisionEncoder(nn.Module):
         super().__init__()
         self.embeddings = VisionEmbeddings(sizes)
         self.layers = nn.ModuleList(VisionLayer(sizes, backend, tensor_parallel) for _ in range(sizes.num_layers))
-        self.post_layernorm = LayerNorm(sizes.hidden_size, eps=sizes.norm_epsilon)
+        self.post_layernorm = on_token_rows(LayerNorm(sizes.hidden_size, eps=sizes.norm_epsilon), tensor_parallel)
+        self.tensor_parallel = tensor_parallel
 
     @property
     def stream_dtype(self) -> torch.dtype:
@@ -117,9 +126,9 @@ class VisionEncoder(nn.Module):
         return next(cast(VisionLayer, self.layers[0]).mlp.parameters()).dtype
 
     def forward(self, images_ICYX: Tensor) -> Tensor:
-        """Images in [-1, 1] -> features [I, S, H] in the dtype of the layers' matrices."""
+        """Images in [-1, 1] -> features [I, S, H] (a residual stream) in the dtype of the layers' matrices."""
         hidden_ISH = self.embeddings(images_ICYX)
-        hidden_ISH = hidden_ISH.to(self.stream_dtype)
+        hidden_ISH = split_rows(hidden_ISH.to(self.stream_dtype), self.tensor_parallel)
         for layer in self.layers:
             hidden_ISH = layer(hidden_ISH)
         return self.post_layernorm(hidden_ISH)

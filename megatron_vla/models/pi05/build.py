@@ -16,8 +16,8 @@ from megatron_vla.models.pi05.flops import model_units
 from megatron_vla.models.pi05.model import Pi05Model
 from megatron_vla.models.pi05.stage import Pi05Stage
 from megatron_vla.optimizations.patterns import covers
-from megatron_vla.parallel.linear import TensorParallel
 from megatron_vla.parallel.stage_plan import ModelUnits, plan_stages
+from megatron_vla.parallel.tensor_parallel import NOT_PARALLEL, TensorParallel, tensor_parallel_of
 
 # Kept in fp32 when the model is bf16: everything cheap whose rounding error reaches every token or the action interface.
 FP32_PATTERNS = (
@@ -80,7 +80,7 @@ def build_module(
     *,
     attention_backend: AttentionBackend = "sdpa",
     skip_dead_compute: bool = True,
-    tensor_parallel_size: int = 1,
+    tensor_parallel: TensorParallel = NOT_PARALLEL,
     kind: type[Pi05Model] = Pi05Model,
 ) -> Pi05Model:
     """The module structure alone; under `torch.device("meta")` it costs no memory."""
@@ -88,7 +88,7 @@ def build_module(
         config,
         attention_backend=attention_backend,
         skip_dead_compute=skip_dead_compute,
-        tensor_parallel=TensorParallel(size=tensor_parallel_size),
+        tensor_parallel=tensor_parallel,
     )
 
 
@@ -103,21 +103,20 @@ def build(config: RunConfig, groups: Any = None) -> Pi05Model:
             config.family,
             attention_backend=config.optimization.attention_backend,
             skip_dead_compute=config.optimization.skip_dead_compute,
-            tensor_parallel_size=config.parallel.tensor_model_parallel_size,
+            tensor_parallel=tensor_parallel_of(config.parallel, groups),
             kind=Pi05Stage if is_pipeline else Pi05Model,
         )
     set_parameter_dtypes(model, parameter_dtype(config.model), FP32_PATTERNS)
     if isinstance(model, Pi05Stage):
         plan = plan_stages(pipeline_units(config), config.parallel)
         model.keep(plan.of_stage(groups.pipeline_model_parallel_rank))
-    model = model.to_empty(device=groups.device if groups is not None else torch.device("cpu"))
-    model.mark_dead_parameters()  # to_empty made new Parameter objects
+    draw.materialize(model, groups.device if groups is not None else torch.device("cpu"))
     initialize(model, config.training.seed)
     return model
 
 
 def pipeline_units(config: RunConfig) -> ModelUnits:
-    """The model's parts with their FLOPs. Views beyond what the flags say (cameras found in the data) only shift the balance."""
+    """The model's parts with their FLOPs. Cameras that no flag names (found in the data) only shift the balance."""
     data = config.data
     views = data.num_images or (data.mock_num_cameras if data.mock_data else len(data.camera_map)) or DEFAULT_VIEWS
     return model_units(

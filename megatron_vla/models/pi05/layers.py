@@ -4,6 +4,8 @@ The prefix is blind to the actions, so a joint layer is computed in two calls wi
 attend to prefix keys, action tokens to prefix and action keys. Training and sampling run the same two calls; sampling only runs
 the first one once.
 
+Under sequence parallelism the streams between layers are this rank's rows [R, H] and [R, E] (parallel/sequence_parallel.py).
+
 Shape legend: B samples, P prefix tokens, T action horizon, H prefix hidden, E expert hidden, C condition.
 """
 
@@ -19,20 +21,31 @@ from megatron_vla.models.common.decoder_layer import AttentionProjections, Gated
 from megatron_vla.models.common.normalization import AdaptiveRMSNorm, RMSNorm
 from megatron_vla.models.common.rotary import RotaryTable, rotary_table
 from megatron_vla.models.pi05.config import Pi05Config
-from megatron_vla.parallel.linear import TensorParallel
+from megatron_vla.parallel.sequence_parallel import RowOwners, row_owners
+from megatron_vla.parallel.tensor_parallel import NOT_PARALLEL, TensorParallel, on_token_rows
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What all layers of one forward pass share, computed once: rotary tables and additive key masks of both streams."""
+    """What all layers of one forward pass share, computed once: rotary tables and additive key masks of both streams.
+
+    `suffix_owners`: whose condition each of this rank's action rows takes, under sequence parallelism.
+    """
 
     prefix_rotary: RotaryTable
     suffix_rotary: RotaryTable
     prefix_mask_B11K: Tensor
     suffix_mask_B11K: Tensor
+    suffix_owners: RowOwners | None
 
 
-def plan_attention(prefix_is_valid_BP: Tensor, action_horizon: int, config: Pi05Config, dtype: torch.dtype) -> AttentionPlan:
+def plan_attention(
+    prefix_is_valid_BP: Tensor,
+    action_horizon: int,
+    config: Pi05Config,
+    dtype: torch.dtype,
+    tensor_parallel: TensorParallel = NOT_PARALLEL,
+) -> AttentionPlan:
     """Plan for these prefix tokens followed by `action_horizon` action tokens, all valid; `dtype` is the activations'."""
     action_is_valid_BT = prefix_is_valid_BP.new_ones(prefix_is_valid_BP.shape[0], action_horizon)
     is_valid_BS = torch.cat((prefix_is_valid_BP, action_is_valid_BT), dim=1)
@@ -43,6 +56,7 @@ def plan_attention(prefix_is_valid_BP: Tensor, action_horizon: int, config: Pi05
         suffix_rotary=rotary.tokens(num_prefix, num_tokens),
         prefix_mask_B11K=key_mask(prefix_is_valid_BP, dtype),
         suffix_mask_B11K=key_mask(is_valid_BS, dtype),
+        suffix_owners=row_owners(is_valid_BS.shape[0], action_horizon, is_valid_BS.device, tensor_parallel),
     )
 
 
@@ -55,9 +69,9 @@ class PrefixLayer(nn.Module):
         super().__init__()
         self.keys_only = keys_only
         self.backend = backend
-        self.input_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.input_norm = on_token_rows(RMSNorm(config.hidden_size, config.norm_epsilon), tensor_parallel)
         self.attention = _projections(config, config.hidden_size, tensor_parallel)
-        self.post_attention_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.post_attention_norm = on_token_rows(RMSNorm(config.hidden_size, config.norm_epsilon), tensor_parallel)
         self.mlp = GatedMlp(config.hidden_size, config.ffn_hidden_size, tensor_parallel)
 
     def forward(self, hidden_BPH: Tensor, plan: AttentionPlan) -> tuple[Tensor, KeyValue]:
@@ -65,7 +79,7 @@ class PrefixLayer(nn.Module):
 
         With `keys_only` (the last layer, where nothing reads the next hidden) the hidden comes back unchanged.
         """
-        normalized_BPH = self.input_norm(hidden_BPH)
+        normalized_BPH = self.attention.tokens(self.input_norm(hidden_BPH), plan.prefix_rotary)
         key_value = self.attention.key_value(normalized_BPH, plan.prefix_rotary)
         if self.keys_only:
             return hidden_BPH, key_value
@@ -88,13 +102,14 @@ class SuffixLayer(nn.Module):
 
     def forward(self, hidden_BTE: Tensor, condition_BC: Tensor, prefix: KeyValue, plan: AttentionPlan) -> Tensor:
         """Next hidden [B, T, E]. `prefix` is read, never extended."""
-        normalized_BTE, gate_B1E = self.input_norm(hidden_BTE, condition_BC)
+        normalized_BTE, gate_B1E = self.input_norm(hidden_BTE, condition_BC, plan.suffix_owners)
+        normalized_BTE = self.attention.tokens(normalized_BTE, plan.suffix_rotary)
         query = self.attention.query(normalized_BTE, plan.suffix_rotary)
         own = self.attention.key_value(normalized_BTE, plan.suffix_rotary)
         key, value = (torch.cat(parts, dim=2) for parts in zip(prefix, own, strict=True))
         attended = attend(query, key, value, plan.suffix_mask_B11K, self.backend)
         hidden_BTE = hidden_BTE + self.attention.o_proj(attended) * gate_B1E
-        normalized_BTE, gate_B1E = self.post_attention_norm(hidden_BTE, condition_BC)
+        normalized_BTE, gate_B1E = self.post_attention_norm(hidden_BTE, condition_BC, plan.suffix_owners)
         return hidden_BTE + self.mlp(normalized_BTE) * gate_B1E
 
 

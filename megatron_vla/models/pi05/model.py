@@ -23,7 +23,9 @@ from megatron_vla.models.common.vision_encoder import VisionEncoder, VisionSizes
 from megatron_vla.models.pi05.config import Pi05Config
 from megatron_vla.models.pi05.flops import forward_flops
 from megatron_vla.models.pi05.layers import AttentionPlan, JointLayer, plan_attention
-from megatron_vla.parallel.linear import NOT_PARALLEL, TensorParallel, replicated_linear
+from megatron_vla.parallel.linear import replicated_linear, row_local_linear, token_embedding
+from megatron_vla.parallel.sequence_parallel import join_samples, split_rows
+from megatron_vla.parallel.tensor_parallel import NOT_PARALLEL, TensorParallel, on_token_rows
 
 PADDING_TOKEN = 0
 
@@ -54,10 +56,15 @@ class Pi05Model(nn.Module):
         super().__init__()
         self.config = config
         self.skip_dead_compute = skip_dead_compute
+        self.tensor_parallel = tensor_parallel
         width = config.expert_hidden_size
         self.vision_tower = VisionEncoder(vision_sizes(config), attention_backend, tensor_parallel)
-        self.vision_projector = replicated_linear(config.vision_hidden_size, config.hidden_size, bias=True)
-        self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.vision_projector = row_local_linear(
+            config.vision_hidden_size, config.hidden_size, bias=True, tensor_parallel=tensor_parallel
+        )
+        self.token_embedding = token_embedding(
+            config.vocab_size, config.hidden_size, padding_index=PADDING_TOKEN, tensor_parallel=tensor_parallel
+        )
         self.layers = nn.ModuleList(
             JointLayer(
                 config,
@@ -67,7 +74,7 @@ class Pi05Model(nn.Module):
             )
             for index in range(config.num_layers)
         )
-        self.prefix_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.prefix_norm = on_token_rows(RMSNorm(config.hidden_size, config.norm_epsilon), tensor_parallel)
         self.suffix_norm = AdaptiveRMSNorm(width, width, config.norm_epsilon)
         self.action_in_proj = replicated_linear(config.max_action_dim, width, bias=True)
         self.action_out_proj = replicated_linear(width, config.max_action_dim, bias=True)
@@ -121,28 +128,30 @@ class Pi05Model(nn.Module):
         """Predicted dx/dt [B, T, A] at flow time `time_B`, both streams in one pass."""
         prefix_BPH, is_valid_BP = self.embed_prefix(batch)
         suffix_BTE, condition_BE = self.embed_suffix(batch, x_BTA, time_B)
-        plan = plan_attention(is_valid_BP, x_BTA.shape[1], self.config, prefix_BPH.dtype)
+        plan = plan_attention(is_valid_BP, x_BTA.shape[1], self.config, prefix_BPH.dtype, self.tensor_parallel)
         for layer in self.layers:
             prefix_BPH, suffix_BTE = layer(prefix_BPH, suffix_BTE, condition_BE, plan)
         if not self.skip_dead_compute:
             self.prefix_norm(prefix_BPH)
-        return self._read_out(suffix_BTE, condition_BE)
+        return self._read_out(suffix_BTE, condition_BE, plan)
 
     def embed_prefix(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(hidden [B, P, H], is_valid [B, P]): the views' patches in slot order, then the prompt.
 
-        Image features are not scaled; token embeddings are multiplied by sqrt(H).
+        Image features are not scaled; token embeddings are multiplied by sqrt(H). Hidden is a residual stream: this rank's rows
+        under sequence parallelism.
         """
         is_present_BV = batch.camera_is_present_BV
         num_samples, num_views = is_present_BV.shape
         pixels_BVCYX = self._pixels(batch.images_BVCHW, is_present_BV)
         patches = self.vision_projector(self.vision_tower(pixels_BVCYX.flatten(0, 1)))
+        patches = join_samples(patches, vision_sizes(self.config).num_patches, self.tensor_parallel)
         images_BPH = patches.reshape(num_samples, num_views * patches.shape[1], patches.shape[2])
         # Token ids of padded slots may be garbage, even beyond the vocabulary.
         tokens_BL = batch.tokens_BL.masked_fill(~batch.token_is_valid_BL, PADDING_TOKEN)
-        prompt_BLH = F.embedding(tokens_BL, self.token_embedding.weight, padding_idx=PADDING_TOKEN)
-        prompt_BLH = prompt_BLH * math.sqrt(self.config.hidden_size)
-        return torch.cat((images_BPH, prompt_BLH), dim=1), self.prefix_is_valid(batch)
+        prompt_BLH = self.token_embedding(tokens_BL) * math.sqrt(self.config.hidden_size)
+        hidden_BPH = torch.cat((images_BPH, prompt_BLH), dim=1)
+        return split_rows(hidden_BPH, self.tensor_parallel), self.prefix_is_valid(batch)
 
     def prefix_is_valid(self, batch: Batch) -> Tensor:
         """[B, P], from the batch's masks alone."""
@@ -159,7 +168,7 @@ class Pi05Model(nn.Module):
         return torch.where(is_present_BV[:, :, None, None, None], pixels_BVCYX, -1.0)
 
     def embed_suffix(self, batch: Batch, x_BTA: Tensor, time_B: Tensor) -> tuple[Tensor, Tensor]:
-        """(action hidden [B, T, E] in the streams' dtype, adaRMS condition [B, E] in the interface dtype)."""
+        """(action stream [B, T, E] in the streams' dtype, adaRMS condition [B, E] in the interface dtype)."""
         config = self.config
         if config.mask_padded_action_dims:
             x_BTA = torch.where(batch.action_dim_is_valid_BA[:, None], x_BTA, 0.0)
@@ -168,16 +177,17 @@ class Pi05Model(nn.Module):
             time_B, config.expert_hidden_size, config.time_min_period, config.time_max_period, self.interface_dtype
         )
         condition_BE = F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(time_BE))))
-        return hidden_BTE, condition_BE
+        return split_rows(hidden_BTE, self.tensor_parallel), condition_BE
 
-    def _read_out(self, suffix_BTE: Tensor, condition_BE: Tensor) -> Tensor:
-        normalized_BTE, _ = self.suffix_norm(suffix_BTE, condition_BE)
+    def _read_out(self, suffix_BTE: Tensor, condition_BE: Tensor, plan: AttentionPlan) -> Tensor:
+        normalized_BTE, _ = self.suffix_norm(suffix_BTE, condition_BE, plan.suffix_owners)
+        normalized_BTE = join_samples(normalized_BTE, plan.suffix_rotary.num_tokens, self.tensor_parallel)
         return self.action_out_proj(normalized_BTE.to(self.interface_dtype))
 
     def prefill(self, batch: Batch, action_horizon: int) -> PrefixCache:
         """Run the prefix once and keep what `cached_velocity` reads."""
         prefix_BPH, is_valid_BP = self.embed_prefix(batch)
-        plan = plan_attention(is_valid_BP, action_horizon, self.config, prefix_BPH.dtype)
+        plan = plan_attention(is_valid_BP, action_horizon, self.config, prefix_BPH.dtype, self.tensor_parallel)
         cache = []
         for layer in self.layers:
             prefix_BPH, key_value = cast(JointLayer, layer).prefix(prefix_BPH, plan)
@@ -189,7 +199,7 @@ class Pi05Model(nn.Module):
         suffix_BTE, condition_BE = self.embed_suffix(batch, x_BTA, time_B)
         for layer, key_value in zip(self.layers, cache.layers, strict=True):
             suffix_BTE = cast(JointLayer, layer).suffix(suffix_BTE, condition_BE, key_value, cache.plan)
-        return self._read_out(suffix_BTE, condition_BE)
+        return self._read_out(suffix_BTE, condition_BE, cache.plan)
 
     @torch.no_grad()
     def sample_actions(self, batch: Batch, num_steps: int, noise_BTA: Tensor) -> Tensor:

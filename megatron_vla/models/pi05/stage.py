@@ -34,12 +34,15 @@ class Pi05Stage(Pi05Model, PartialModel):
     Afterwards `layers` maps global numbers to the layers of this stage's chunks, and modules of other stages are gone.
     """
 
+    _interface_dtype: torch.dtype
+    _stream_dtype: torch.dtype
+
     def keep(self, chunks: Sequence[Chunk]) -> None:
         """Drop every module that these chunks do not compute. Call after parameter dtypes are set."""
         before = self.take_inventory()
         # Read from modules that may be dropped.
         self._interface_dtype = super().interface_dtype
-        self._stream_dtype = self.token_embedding.weight.dtype
+        self._stream_dtype = next(self.token_embedding.parameters()).dtype
         numbers = [number for chunk in chunks for number in range(chunk.first_layer, chunk.end_layer)]
         layers = list(self.layers)
         self.layers = nn.ModuleDict({str(number): layers[number] for number in numbers})  # type: ignore[assignment]
