@@ -28,11 +28,27 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Split norm and residual regions over the tensor-parallel ranks."""
 
-    data_parallel_strategy: Literal["megatron_ddp", "torch_ddp"] = "megatron_ddp"
-    """Gradient reduction: megatron-core's contiguous buckets, or torch DistributedDataParallel."""
+    data_parallel_strategy: Literal["megatron_ddp", "torch_ddp", "fsdp2"] = "megatron_ddp"
+    """megatron_ddp: megatron-core's contiguous buckets. torch_ddp: torch DistributedDataParallel. fsdp2: torch fully_shard cuts
+    the parameters too and gathers them layer by layer (a bf16 model's reduced gradients are rounded to bf16 once)."""
+
+    use_distributed_optimizer: bool = False
+    """Cut optimizer state, fp32 parameters and their average over the data-parallel ranks (ZeRO-1, with megatron_ddp)."""
 
     overlap_grad_reduce: bool = False
-    """Start each bucket's reduction while backward still runs."""
+    """Start each bucket's reduction while backward still runs (fsdp2 always does)."""
+
+    overlap_param_gather: bool = False
+    """With --use-distributed-optimizer: gather each bucket's new parameters just before the first module that reads them."""
+
+    ddp_bucket_size: int | None = None
+    """Elements per bucket with --overlap-grad-reduce. Not set: megatron_ddp 40 million or more, torch_ddp 25 MiB."""
+
+    fsdp_replicate_size: int | None = None
+    """fsdp2: copies of the sharded model over the data-parallel ranks (HSDP). Not set: one per node."""
+
+    fsdp_reshard_after_forward: bool = True
+    """fsdp2: free a layer's gathered parameters after forward and gather them again in backward (off: more memory)."""
 
     accumulate_allreduce_grads_in_fp32: bool = True
     """Accumulate and reduce gradients in fp32 (bf16 otherwise, when the model is bf16)."""

@@ -1,13 +1,14 @@
 """Gradient reduction over data-parallel ranks: megatron-core's contiguous buckets, or torch's DistributedDataParallel.
 
-Both give the SUM over ranks of the un-normalised gradients. The division by the global number of valid elements is one device
-scalar that the optimizer folds into its update, so no rank ever divides by its own share of the batch.
+The sharded strategies build on this file: `sharded_optimizer.py` (ZeRO-1 on megatron-core's buckets) and `fsdp.py`. All give
+the SUM over ranks of the un-normalised gradients. The division by the global number of valid elements is one device scalar
+that the optimizer folds into its update, so no rank ever divides by its own share of the batch.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -17,6 +18,11 @@ from torch import Tensor, nn
 
 from megatron_vla.config.parallel import ParallelConfig
 from megatron_vla.parallel.groups import ParallelGroups
+from megatron_vla.parallel.owned_part import OwnedPart, OwnerRule, gradient_of, whole_part
+from megatron_vla.parallel.partial_gradients import NormScope, PartialSums, norm_scope
+
+# torch's own default; a few of them keep a link busy without delaying the first one much.
+TORCH_BUCKET_MEGABYTES = 25.0
 
 
 class DataParallelModel(Protocol):
@@ -27,6 +33,10 @@ class DataParallelModel(Protocol):
 
     module: nn.Module
     forward_module: nn.Module
+    norm_scope: NormScope
+
+    def owned_part(self, parameter: nn.Parameter) -> OwnedPart | None:
+        """Which elements this rank updates (None: none)."""
 
     def zero_gradients(self) -> None:
         """Start of a step."""
@@ -35,28 +45,28 @@ class DataParallelModel(Protocol):
         """Around forward and backward of one micro-batch; only the last one communicates."""
 
     def finish_gradients(self) -> None:
-        """After the last backward: gradients are the sum over data-parallel ranks when this returns (on the stream)."""
+        """After the last backward: owned parts' gradients are complete sums when this returns (on the stream)."""
 
     def mask_gradients(self, keep: Tensor) -> None:
         """Set every gradient to zero where `keep` (bool, shape []) is False, without asking the device."""
 
+    def publish_parameters(self) -> None:
+        """After the update of the owned parts: every rank will see every new parameter in its next forward pass."""
 
-def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """The accumulated gradient: megatron-core's `main_grad` where there is one, torch's `grad` otherwise."""
-    main_grad = getattr(parameter, "main_grad", None)
-    gradient = parameter.grad if main_grad is None else main_grad
-    if gradient is None:
-        raise ValueError(
-            f"a trainable parameter of shape {tuple(parameter.shape)} received no gradient: "
-            "the model must set requires_grad=False on parameters that the loss does not reach"
-        )
-    return gradient
+    def gather_parameters(self) -> None:
+        """Bring the model's parameters up to date now, for readers other than forward (all ranks call it)."""
+
+
+def named_parts(module: nn.Module, owned_part: OwnerRule) -> list[tuple[str, OwnedPart]]:
+    """This rank's parts of all parameters that receive gradients, by name."""
+    found = ((name, owned_part(p)) for name, p in module.named_parameters() if p.requires_grad)
+    return [(name, part) for name, part in found if part is not None]
 
 
 class MegatronDataParallel:
     """megatron-core DistributedDataParallel: one contiguous gradient buffer per dtype, reduced in buckets."""
 
-    def __init__(self, module: nn.Module, parallel: ParallelConfig):
+    def __init__(self, module: nn.Module, parallel: ParallelConfig, groups: ParallelGroups):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -70,6 +80,9 @@ class MegatronDataParallel:
             # A fp64 model keeps fp64 gradients: "in fp32" would silently lower them.
             grad_reduce_in_fp32=parallel.accumulate_allreduce_grads_in_fp32 and not has_fp64,
             overlap_grad_reduce=parallel.overlap_grad_reduce,
+            use_distributed_optimizer=parallel.use_distributed_optimizer,
+            overlap_param_gather=parallel.overlap_param_gather,
+            bucket_size=parallel.ddp_bucket_size,
             check_for_nan_in_grad=False,  # it synchronises with the host; the step has its own on-device check
         )
         self.module = module
@@ -77,6 +90,14 @@ class MegatronDataParallel:
         self.forward_module: nn.Module = self.wrapped
         # Random initialisation and loading are the same on all ranks; this makes it certain.
         self.wrapped.broadcast_params()
+        self._partial = PartialSums(named_parts(module, self.owned_part), groups)
+        self.norm_scope = norm_scope(
+            groups, sharded=parallel.use_distributed_optimizer, skipped=self._partial.counted_elsewhere
+        )
+
+    def owned_part(self, parameter: nn.Parameter) -> OwnedPart | None:
+        """Everything: all data-parallel ranks make the same update."""
+        return whole_part(parameter)
 
     def zero_gradients(self) -> None:
         """Zero the contiguous buffers (one kernel per dtype)."""
@@ -89,11 +110,18 @@ class MegatronDataParallel:
     def finish_gradients(self) -> None:
         """Reduce, or wait for the reductions that backward started."""
         self.wrapped.finish_grad_sync()
+        self._partial.complete()
 
     def mask_gradients(self, keep: Tensor) -> None:
         """One kernel per contiguous buffer."""
         for buffer in self.wrapped.buffers:
             buffer.grad_data.masked_fill_(~keep, 0.0)
+
+    def publish_parameters(self) -> None:
+        """Nothing to do: every rank has updated everything."""
+
+    def gather_parameters(self) -> None:
+        """Nothing to do: every rank has updated everything."""
 
 
 def _sum_over_ranks(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -126,9 +154,17 @@ class TorchDataParallel:
                 process_group=groups.data_parallel_group,
                 broadcast_buffers=False,  # nothing in the models changes a buffer during training
                 gradient_as_bucket_view=True,
+                # Without overlap there is one bucket, which is only full when backward is done.
+                bucket_cap_mb=_bucket_megabytes(module, parallel),
             )
         self.wrapped.register_comm_hook(groups.data_parallel_group, _sum_over_ranks)
         self.forward_module: nn.Module = self.wrapped
+        self._partial = PartialSums(named_parts(module, self.owned_part), groups)
+        self.norm_scope = norm_scope(groups, sharded=False, skipped=self._partial.counted_elsewhere)
+
+    def owned_part(self, parameter: nn.Parameter) -> OwnedPart | None:
+        """Everything: all data-parallel ranks make the same update."""
+        return whole_part(parameter)
 
     def zero_gradients(self) -> None:
         """Drop the gradients; the first backward sets them anew."""
@@ -140,21 +176,48 @@ class TorchDataParallel:
 
     def finish_gradients(self) -> None:
         """torch DDP has waited for its reductions by the end of backward."""
+        self._partial.complete()
 
     def mask_gradients(self, keep: Tensor) -> None:
         """One kernel per parameter."""
-        for gradient in _gradients(self.module.parameters()):
-            gradient.masked_fill_(~keep, 0.0)
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                gradient_of(parameter).masked_fill_(~keep, 0.0)
+
+    def publish_parameters(self) -> None:
+        """Nothing to do: every rank has updated everything."""
+
+    def gather_parameters(self) -> None:
+        """Nothing to do: every rank has updated everything."""
 
 
-def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [gradient_of(p) for p in parameters if p.requires_grad]
+def _bucket_megabytes(module: nn.Module, parallel: ParallelConfig) -> float:
+    """torch DDP's bucket size in MiB: --ddp-bucket-size elements; everything at once without --overlap-grad-reduce."""
+    live = [p for p in module.parameters() if p.requires_grad]
+    if not parallel.overlap_grad_reduce:
+        return sum(p.numel() * p.element_size() for p in live) / 2**20 + 1
+    if parallel.ddp_bucket_size is None:
+        return TORCH_BUCKET_MEGABYTES
+    return parallel.ddp_bucket_size * max(p.element_size() for p in live) / 2**20
 
 
-def wrap(module: nn.Module, parallel: ParallelConfig, groups: ParallelGroups) -> DataParallelModel:
-    """Wrap the finished (optimised) module by --data-parallel-strategy. Parameters with requires_grad=False stay outside."""
+def wrap(
+    module: nn.Module, parallel: ParallelConfig, groups: ParallelGroups, block_names: Sequence[str] = ()
+) -> DataParallelModel:
+    """Wrap the finished (optimised) module by --data-parallel-strategy. Parameters with requires_grad=False stay outside.
+
+    block_names: the family's layers, which fsdp2 gathers one at a time.
+    """
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError("the model has no trainable parameter")
     if parallel.data_parallel_strategy == "torch_ddp":
         return TorchDataParallel(module, parallel, groups)
-    return MegatronDataParallel(module, parallel)
+    if parallel.data_parallel_strategy == "fsdp2":
+        from megatron_vla.parallel.fsdp import FullyShardedModel
+
+        return FullyShardedModel(module, parallel, groups, block_names)
+    if parallel.use_distributed_optimizer:
+        from megatron_vla.parallel.sharded_optimizer import ShardedMegatronDataParallel
+
+        return ShardedMegatronDataParallel(module, parallel, groups)
+    return MegatronDataParallel(module, parallel, groups)

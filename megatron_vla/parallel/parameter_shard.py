@@ -93,3 +93,13 @@ def mark_partial(module: nn.Module) -> None:
     """Mark every parameter of `module` as whole with a partial gradient."""
     for parameter in module.parameters():
         parameter.tensor_parallel_partial = True  # type: ignore[attr-defined]
+
+
+MARKS = ("shard", "tensor_parallel_partial", "pipeline_shared", "decay_only")
+
+
+def copy_marks(source: Tensor, target: Tensor) -> None:
+    """Give `target` the marks of `source`: wrappers and device moves make new Parameter objects without them."""
+    for mark in MARKS:
+        if hasattr(source, mark):
+            setattr(target, mark, getattr(source, mark))

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megatron_vla.data.batch import Batch
 from megatron_vla.models.registry import ModelFamily
-from megatron_vla.parallel.data_parallel import DataParallelModel, gradient_of
+from megatron_vla.parallel.data_parallel import DataParallelModel
 from megatron_vla.parallel.groups import ParallelGroups
 from megatron_vla.parallel.pipeline import Schedule
 from megatron_vla.training.ema import ParameterAverage
-from megatron_vla.training.gradient import clip_factor, gradient_norm
+from megatron_vla.training.gradient import clip_factor, global_gradient_norm
 from megatron_vla.training.metrics import StepMetrics
 from megatron_vla.training.optimizer import AdamW
 
@@ -62,8 +62,10 @@ class EagerRunner:
         loss_sum, num_valid, extra_sums = totals[0], totals[1], totals[2:]
         # A batch without any valid element has loss 0 and no gradient; it must not divide by zero.
         count = num_valid.clamp(min=1.0)
-        gradients = [gradient_of(entry.parameter) for entry in self.optimizer.trainable]
-        norm = gradient_norm(gradients).double() / count
+        gradients = self.optimizer.gradients()
+        scope = self.model.norm_scope
+        counted = [g for g, entry in zip(gradients, self.optimizer.trainable, strict=True) if scope.counts(entry.part)]
+        norm = global_gradient_norm(counted, scope.group, self.groups.device) / count
         loss = loss_sum / count
         is_finite = torch.isfinite(loss) & torch.isfinite(norm)
         self._update(gradients, clip_factor(norm, self.clip_grad) / count, is_finite, learning_rate)
@@ -81,5 +83,6 @@ class EagerRunner:
             scale = torch.where(keep, scale, 0.0)
         self.optimizer.advance(learning_rate)
         self.optimizer.step(gradients, scale, keep)
+        self.model.publish_parameters()
         if self.average is not None:
             self.average.update()

@@ -6,20 +6,24 @@ with decay 0.999 a bf16 average would never move.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from megatron_vla.training.optimizer import AdamW
+from megatron_vla.training.state_shard import StateShard
 
 
 class ParameterAverage:
-    """Averages of every parameter that the optimizer touches (frozen ones equal their average)."""
+    """Averages of every parameter that the optimizer touches (frozen ones equal their average), sharded as its state is."""
 
     def __init__(self, optimizer: AdamW, decay: float):
         self.decay = decay
         self._mains = [p.main for p in optimizer.parameters]
         self._averages = [main.clone() for main in self._mains]
         self._names = [p.name for p in optimizer.parameters]
+        self._parts = [p.part for p in optimizer.parameters]
 
     @torch.no_grad()
     def update(self) -> None:
@@ -35,3 +39,8 @@ class ParameterAverage:
     def tensors(self) -> dict[str, Tensor]:
         """Parameter name -> average, sharing memory with this object."""
         return dict(zip(self._names, self._averages, strict=True))
+
+    def state_shards(self) -> Iterator[StateShard]:
+        """This rank's part of the averages, live."""
+        for name, part, average in zip(self._names, self._parts, self._averages, strict=True):
+            yield StateShard("ema", name, average, part.flat_range, part.local_shape)

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
+def square_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares over all tensors, shape [], fp64.
+
+    In fp64 the order of summation, and so the cut into shards, is lost when the clip factor is rounded to fp32: sharded and
+    unsharded runs then clip alike to the last bit.
+    """
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float64)
+    return torch.stack(list(norms)).square().sum()
+
+
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """L2 norm over all tensors, shape []; accumulated in fp32 at least (a bf16 norm has three digits)."""
-    dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
-    norms = torch._foreach_norm(list(gradients), 2, dtype=dtype)
-    return torch.linalg.vector_norm(torch.stack(list(norms)))
+    """L2 norm over all tensors of this rank, shape [], fp64."""
+    return square_sum(gradients, gradients[0].device).sqrt()
+
+
+def global_gradient_norm(counted: Sequence[Tensor], group: Any, device: torch.device) -> Tensor:
+    """L2 norm over the gradients that the ranks of `group` count between them (None: this rank has all), shape [], fp64."""
+    squares = square_sum(counted, device)
+    if group is not None:
+        dist.all_reduce(squares, group=group)
+    return squares.sqrt()
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:

@@ -8,6 +8,7 @@ no-op (moments, decay and parameters untouched) without the host looking.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_vla.config.training import OptimizerConfig
+from megatron_vla.parallel.owned_part import OwnedPart, OwnerRule, whole_part
+from megatron_vla.training.state_shard import StateKind, StateShard
 
 # Bounds the temporary copies of an update (256 MiB in fp32); the embedding of a 3 B model alone has 5e8 elements.
 PIECE_ELEMENTS = 2**26
@@ -23,16 +26,27 @@ PIECE_ELEMENTS = 2**26
 
 @dataclass
 class OptimizedParameter:
-    """One parameter and its state. `main` is the parameter itself when that is already fp32 or fp64.
+    """The part of one parameter that this rank updates, and its state, all of `part.weight`'s shape.
 
-    exp_avg and exp_avg_sq are None for a `decay_only` parameter: its gradient is exactly zero, so its moments stay zero.
+    `main` is the model's own storage when that is already fp32 or fp64. exp_avg and exp_avg_sq are None for a `decay_only`
+    parameter: its gradient is exactly zero, so its moments stay zero.
     """
 
     name: str
-    parameter: nn.Parameter
+    part: OwnedPart
     main: Tensor
     exp_avg: Tensor | None
     exp_avg_sq: Tensor | None
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The model's parameter."""
+        return self.part.parameter
+
+    @property
+    def has_own_main(self) -> bool:
+        """Whether the main parameter is a copy in higher precision."""
+        return self.main.dtype != self.part.weight.dtype
 
 
 @dataclass(frozen=True)
@@ -105,26 +119,37 @@ def _batches(sizes: Sequence[int]) -> list[slice]:
 class AdamW:
     """AdamW over named parameters: those that require a gradient, and `decay_only` ones. Others are left alone.
 
-    Step counts are kept once, in the parameter group (`param_groups[0]["step"]`), never per parameter.
+    owned_part says which elements of a parameter this rank updates (a wrapped model's `owned_part`): whole parameters, shards
+    of contiguous buffers and local parts of DTensors all go through the same update. Step counts are kept once, in the
+    parameter group (`param_groups[0]["step"]`), never per parameter.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig):
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        config: OptimizerConfig,
+        owned_part: OwnerRule = whole_part,
+    ):
         self.config = config
         self.betas = (config.adam_beta1, config.adam_beta2)
         self.parameters: list[OptimizedParameter] = []
+        num_live = 0
+        device = torch.device("cpu")
         for name, parameter in named_parameters:
             if not (parameter.requires_grad or is_decay_only(parameter)):
                 continue
-            dtype = main_dtype(parameter)
-            main = parameter.detach()
-            if parameter.dtype != dtype:
-                main = main.to(dtype)
+            num_live += 1
+            device = parameter.device
+            part = owned_part(parameter)
+            if part is None:
+                continue
+            main = part.weight.to(main_dtype(parameter))  # the weight itself when it has that dtype
             moments = (torch.zeros_like(main), torch.zeros_like(main)) if parameter.requires_grad else (None, None)
-            self.parameters.append(OptimizedParameter(name, parameter, main, *moments))
-        if not self.parameters:
+            self.parameters.append(OptimizedParameter(name, part, main, *moments))
+        # A rank of a small sharded model may own nothing; it still counts steps and takes part in collectives.
+        if not num_live:
             raise ValueError("the optimizer was given no trainable parameter")
         self.param_groups: list[dict[str, Any]] = [{"step": 0, "lr": 0.0, "params": [p.parameter for p in self.parameters]}]
-        device = self.parameters[0].main.device
         # fp64 scalars: 1 - beta2**step loses half its digits in fp32 during the first steps.
         self._lr = torch.zeros((), dtype=torch.float64, device=device)
         self._step = torch.zeros((), dtype=torch.float64, device=device)
@@ -133,6 +158,10 @@ class AdamW:
     def trainable(self) -> list[OptimizedParameter]:
         """Parameters with moments, in the model's order."""
         return [p for p in self.parameters if p.exp_avg is not None]
+
+    def gradients(self) -> list[Tensor]:
+        """Gradients of this rank's parts, one per entry of `trainable`; valid after finish_gradients."""
+        return [entry.part.read_gradient() for entry in self.trainable]
 
     def advance(self, learning_rate: float) -> None:
         """Host side of a step: count it and put its learning rate on the device (outside any captured region)."""
@@ -176,9 +205,14 @@ class AdamW:
             decayed = [p.main for p in self.parameters if p.exp_avg is None and p.main.dtype == dtype]
             if decayed:
                 torch._foreach_mul_(decayed, scalars.decay)
-        lowered = [p for p in self.parameters if p.main.dtype != p.parameter.dtype]
+        self.write_weights()
+
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """Round the main parameters into the model, where they are copies. Sharded: this rank's part only."""
+        lowered = [p for p in self.parameters if p.has_own_main]
         if lowered:
-            torch._foreach_copy_([p.parameter.detach() for p in lowered], [p.main for p in lowered])
+            torch._foreach_copy_([p.part.weight for p in lowered], [p.main for p in lowered])
 
     def _update(self, chosen: list[tuple[OptimizedParameter, Tensor]], scalars: Coefficients, scale: Tensor) -> None:
         """AdamW on the pieces of the chosen parameters, a bounded number of elements at a time."""
@@ -196,20 +230,37 @@ class AdamW:
             torch._foreach_mul_(scaled, scale)
             adamw_update(mains[run], scaled, exp_avgs[run], exp_avg_sqs[run], scalars, self.betas, self.config.adam_eps)
 
+    def state_shards(self) -> Iterator[StateShard]:
+        """This rank's main parameters and moments, live. Loading copies into the tensors, then calls `write_weights`."""
+        for entry in self.parameters:
+            states: dict[StateKind, Tensor | None] = {
+                "main": entry.main,
+                "exp_avg": entry.exp_avg,
+                "exp_avg_sq": entry.exp_avg_sq,
+            }
+            for kind, tensor in states.items():
+                if tensor is not None:
+                    yield StateShard(kind, entry.name, tensor, entry.part.flat_range, entry.part.local_shape)
+
     def state_tensors(self) -> dict[str, Tensor]:
-        """Everything that a resume needs, keyed by parameter name: `main.X` (when not the weight itself) and the moments."""
+        """Everything that a resume needs, keyed by parameter name: `main.X` (when not the weight itself) and the moments.
+
+        Raises ValueError on a rank that holds true parts only: see `state_shards`.
+        """
         tensors: dict[str, Tensor] = {}
-        for state in self.parameters:
-            if state.main.dtype != state.parameter.dtype:
-                tensors[f"main.{state.name}"] = state.main
-            if state.exp_avg is not None and state.exp_avg_sq is not None:
-                tensors[f"exp_avg.{state.name}"] = state.exp_avg
-                tensors[f"exp_avg_sq.{state.name}"] = state.exp_avg_sq
+        for entry in self.parameters:
+            if entry.part.flat_range != (0, math.prod(entry.part.local_shape)):
+                raise ValueError(f"this rank holds only elements {entry.part.flat_range} of {entry.name}'s optimizer state")
+            if entry.has_own_main:
+                tensors[f"main.{entry.name}"] = entry.main
+            if entry.exp_avg is not None and entry.exp_avg_sq is not None:
+                tensors[f"exp_avg.{entry.name}"] = entry.exp_avg
+                tensors[f"exp_avg_sq.{entry.name}"] = entry.exp_avg_sq
         return tensors
 
     @torch.no_grad()
     def refresh_main(self) -> None:
         """Take the main parameters from the model again, after weights were loaded without optimizer state."""
-        for state in self.parameters:
-            if state.main.dtype != state.parameter.dtype:
-                state.main.copy_(state.parameter)
+        for entry in self.parameters:
+            if entry.has_own_main:
+                entry.main.copy_(entry.part.weight)
