@@ -86,6 +86,9 @@ class CheckpointConfig:
     keep_last: int | None = None
     """Keep only this many newest checkpoints. Not set: all."""
 
+    async_save: bool = False
+    """Copy a checkpoint to host memory and write it in the background while training goes on; the next save waits for it."""
+
     override_resume_flags: bool = False
     """Allow a resume with changed flags that alter mathematics or sample order (otherwise refused, with the difference)."""
 

@@ -1,0 +1,259 @@
+"""Sharded tensor storage on torch.distributed.checkpoint: every rank writes and reads the rectangles that it holds.
+
+One format for all runs, from one process to many: a folder of `__RANK_0.distcp` files and `.metadata` (torch's own layout, so
+torch's tools read it too). Tensors are stored under their global shapes; a reader asks for the rectangles that it needs and
+never learns how many ranks wrote them. Single files for evaluation and release are made by tools/convert_checkpoint.py.
+`.metadata` is a pickle, as torch defines it: load checkpoints from sources that you trust.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_vla.training.tensor_parts import Piece, StoredTensor
+
+METADATA_FILE = ".metadata"
+
+
+def _chunk(piece: Piece) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=piece.tensor.shape)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Writes every piece that it is given; the base class checks that pieces do not overlap."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.pieces: dict[tuple[str, torch.Size], Tensor] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        """One write item per piece. The plan carries all names that this rank has, written here or elsewhere."""
+        items = []
+        for name, stored in self.state_dict.items():
+            for piece in stored.pieces:
+                chunk = _chunk(piece)
+                self.pieces[name, chunk.offsets] = piece.tensor
+                properties = TensorProperties(dtype=stored.dtype)
+                data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(stored.global_shape))
+                items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items, planner_data=tuple(self.state_dict))
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """As the base class; a tensor that nobody writes is an error at save time and not when it is missed."""
+        plans, metadata = super().create_global_plan(all_plans)
+        forgotten = {name for plan in all_plans for name in plan.planner_data} - set(metadata.state_dict_metadata)
+        if forgotten:
+            raise ValueError(f"no rank writes {', '.join(sorted(forgotten)[:8])}")
+        for name, stored in metadata.state_dict_metadata.items():
+            entry: Any = stored
+            # Pieces do not overlap (the base class looked), so equal volumes mean that they cover the tensor.
+            written = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if written != math.prod(entry.size):
+                raise ValueError(f"{name}: ranks write {written} of {math.prod(entry.size)} elements")
+        # Names were for the coordinator; the ranks need not get them back.
+        return [replace(plan, planner_data=None) for plan in plans], metadata
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """The memory of one piece."""
+        assert write_item.index.offset is not None
+        return self.pieces[write_item.index.fqn, write_item.index.offset]
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """torch warns that a single process is a single process; it is meant here. Its plan errors are raised as well as logged."""
+    logger = logging.getLogger("torch.distributed.checkpoint")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+class StorageError(Exception):
+    """A write failed on some rank. `cause` is the first failing rank's exception."""
+
+    def __init__(self, rank: int, cause: BaseException):
+        super().__init__(f"rank {rank}: {cause}")
+        self.rank = rank
+        self.cause = cause
+
+
+def write_parts(folder: Path, parts: Mapping[str, StoredTensor], group: Any) -> None:
+    """Write each rank's pieces under `folder`, flushed; collective over `group` (gloo). All ranks return when all are done.
+
+    Raises StorageError on every rank when one of them could not write.
+    """
+    single = dist.get_world_size(group) == 1
+    writer = dcp.FileSystemWriter(folder, sync_files=True, overwrite=False)
+    try:
+        with _quiet_torch():
+            dcp.save(dict(parts), storage_writer=writer, planner=_SavePlanner(), process_group=group, no_dist=single)
+    except CheckpointException as exception:
+        rank, (cause, _) = min(exception.failures.items())
+        raise StorageError(rank, cause) from cause
+
+
+@dataclass(frozen=True)
+class StoredEntry:
+    """Dtype and global shape of one stored tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """Fill the pieces of `target` from the stored tensor `source`."""
+
+    source: str
+    target: StoredTensor
+
+
+class _LoadPlanner(LoadPlanner):
+    """Fills rectangles of live tensors; notes the largest change where the stored dtype is another."""
+
+    def __init__(self, requests: Sequence[ReadRequest]):
+        self.requests = requests
+        self.differences: list[Tensor] = []
+        self._pieces: dict[MetadataIndex, Tensor] = {}
+        self._waiting: Tensor | None = None
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Called first by torch."""
+        assert metadata is not None
+        self._metadata = metadata.state_dict_metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """The stored rectangles that overlap ours; the number of the request is part of the destination's name."""
+        items: list[ReadItem] = []
+        for number, request in enumerate(self.requests):
+            chunks = [_chunk(piece) for piece in request.target.pieces]
+            key = f"{number}:{request.source}"
+            for chunk, piece in zip(chunks, request.target.pieces, strict=True):
+                self._pieces[MetadataIndex(key, chunk.offsets)] = piece.tensor
+            stored: Any = self._metadata[request.source]
+            for item in create_read_items_for_chunk_list(request.source, stored, chunks):
+                items.append(replace(item, dest_index=MetadataIndex(key, item.dest_index.offset)))
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Ranks read independently."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Nothing to adjust."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Only tensors are stored."""
+        raise ValueError(f"{read_item.storage_index.fqn} is not a tensor")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Where torch copies to: our memory, or a buffer of the stored dtype whose rounding is then measured."""
+        target = self._target(read_item)
+        stored: Any = self._metadata[read_item.storage_index.fqn]
+        if stored.properties.dtype == target.dtype:
+            return target
+        self._waiting = torch.empty(target.shape, dtype=stored.properties.dtype)
+        return self._waiting
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """After the copy."""
+        if self._waiting is None:
+            return
+        target = self._target(read_item)
+        target.copy_(tensor)
+        if tensor.numel():
+            self.differences.append((target.cpu().double() - tensor.double()).abs().max())
+        self._waiting = None
+
+    def _target(self, read_item: ReadItem) -> Tensor:
+        target = self._pieces[read_item.dest_index]
+        for axis, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(axis, offset, length)
+        return target
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the metadata once, however often tensors are asked for."""
+
+    _known: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """torch's, kept."""
+        if self._known is None:
+            self._known = super().read_metadata()
+        return self._known
+
+
+class PartReader:
+    """Tensors of one folder that `write_parts` wrote. Each rank reads alone: no communication.
+
+    Raises ValueError when the folder has no readable metadata.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._reader = _Reader(folder)
+        try:
+            metadata = self._reader.read_metadata()
+        except Exception as exception:
+            raise ValueError(f"{folder / METADATA_FILE}: unreadable ({exception})") from exception
+        self.entries: dict[str, StoredEntry] = {}
+        for name, stored in metadata.state_dict_metadata.items():
+            entry: Any = stored
+            self.entries[name] = StoredEntry(entry.properties.dtype, tuple(entry.size))
+
+    @torch.no_grad()
+    def load(self, requests: Sequence[ReadRequest]) -> float:
+        """Fill every requested piece; returns the largest change by a difference of dtypes (0 when there is none)."""
+        planner = _LoadPlanner(requests)
+        with _quiet_torch():
+            try:
+                dcp.load({}, storage_reader=self._reader, planner=planner, no_dist=True)
+            except CheckpointException as exception:
+                raise ValueError(f"{self.folder}: {min(exception.failures.items())[1][0]}") from exception
+        return max((float(d) for d in planner.differences), default=0.0)
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor on the CPU, in its stored dtype. Raises ValueError naming the folder when it is not there."""
+        if name not in self.entries:
+            raise ValueError(f"{self.folder}: tensor {name} is missing; the folder is not a checkpoint of this model")
+        entry = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        piece = Piece(tuple(0 for _ in entry.shape), tensor)
+        self.load([ReadRequest(name, StoredTensor(name, entry.shape, entry.dtype, (piece,)))])
+        return tensor
