@@ -25,6 +25,8 @@ with warnings.catch_warnings():
 
 # RowParallelLinear leaves out the group in an inner call that does not communicate, and then warns about itself.
 warnings.filterwarnings("ignore", message=".*tp_group is None", category=DeprecationWarning)
+# torch 2.13 renames the collectives that megatron-core calls; torch 2.11 does not know the new names.
+warnings.filterwarnings("ignore", message="`torch.distributed.(all_gather_into|reduce_scatter)_tensor`", category=FutureWarning)
 
 
 def megatron_config(tensor_parallel: TensorParallel) -> ModelParallelConfig:

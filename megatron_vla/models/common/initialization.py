@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megatron_vla.parallel.parameter_shard import shard_of
+from megatron_vla.parallel.parameter_shard import copy_marks, shard_of
 
 Initializer = Callable[[Tensor, torch.Generator], None]
 
@@ -67,10 +67,10 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
     torch makes new Parameter objects for this; the marks of the old ones (shards, dead parameters) are carried over.
     """
-    marks = {name: vars(parameter) for name, parameter in model.named_parameters()}
+    marked = dict(model.named_parameters())
     model.to_empty(device=device)
     for name, parameter in model.named_parameters():
-        vars(parameter).update(marks[name])
+        copy_marks(marked[name], parameter)
 
 
 @torch.no_grad()

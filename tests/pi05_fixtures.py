@@ -26,7 +26,7 @@ from megatron_vla.models.pi05.convert import CONVERTER, fixed_batch
 from megatron_vla.models.pi05.key_map import PI05_KEYS
 from megatron_vla.models.pi05.model import Pi05Model
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "pi05"
+GOLDEN = Path(__file__).resolve().parents[0] / "golden" / "pi05"
 CASE_NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 
 
