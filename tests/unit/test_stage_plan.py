@@ -40,22 +40,17 @@ def test_best_layout_equals_brute_force() -> None:
     generator = random.Random(3)
     for _ in range(150):
         num_layers = generator.randint(2, 9)
-        count = generator.randint(2, num_layers)
+        count = generator.randint(2, min(4, num_layers))
         units = random_units(generator, num_layers)
-        possible = (
-            [
-                layout
-                for layout in itertools.product(range(num_layers + 1), repeat=count)
-                if sum(layout) == num_layers and min(layout[1:]) >= 1
-            ]
-            if count <= 5
-            else []
-        )
+        possible = [
+            layout
+            for layout in itertools.product(range(num_layers + 1), repeat=count)
+            if sum(layout) == num_layers and min(layout[1:]) >= 1
+        ]
         layout = balanced_layout(units, count)
-        assert sum(layout) == num_layers and min(layout[1:]) >= 1
-        if possible:
-            best = min(cost_of(units, candidate) for candidate in possible)
-            assert cost_of(units, layout) == pytest.approx(best, rel=1e-12)
+        assert layout in possible
+        best = min(cost_of(units, candidate) for candidate in possible)
+        assert cost_of(units, layout) == pytest.approx(best, rel=1e-12)
 
 
 def test_units_add_up_to_the_model() -> None:
@@ -75,7 +70,7 @@ def test_released_model_gives_the_first_stage_fewer_layers() -> None:
         max(first.cost, last.cost) == cost_of(units, (7, 11))[0] < min(cost_of(units, (6, 12))[0], cost_of(units, (8, 10))[0])
     )
     share = first.cost / (first.cost + last.cost)
-    assert f"    0  inputs + layers 0-6     {share:>5.1%}" in plan.table().splitlines()
+    assert f"    0  inputs + layers 0-6   {share:>5.1%}" in plan.table().splitlines()
     assert "layers 7-17 + output" in plan.table()
 
 
