@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_vla.config.run import RunConfig
 from megatron_vla.findings import Finding, error, warning
+from megatron_vla.parallel.groups import layout_size_findings
 from megatron_vla.parallel.stage_plan import layout_findings
 
 
@@ -19,22 +20,36 @@ def check(config: RunConfig, family: Any, world_size: int) -> list[Finding]:
     """All findings about the flags of one run on `world_size` ranks, the family's own rules included."""
     rules = (_numbers, _precision, _batch, _schedule, _data, _paths, _checkpoints)
     findings = [finding for rule in rules for finding in rule(config)]
-    findings += _layout(config, world_size)
-    findings += _pipeline(config, family, world_size)
+    findings += _layout(config)
+    sizes = layout_size_findings(config.parallel, world_size)
+    findings += sizes
+    # Sizes that do not fill the world leave no number of data-parallel ranks to judge by.
+    if not sizes:
+        findings += _global_batch(config, world_size)
+        findings += _pipeline(config, family, world_size)
+        findings += _data_parallel(config, world_size)
     findings += family.check(config)
     return findings
 
 
-def _layout(config: RunConfig, world_size: int) -> Iterator[Finding]:
+def _layout(config: RunConfig) -> Iterator[Finding]:
     parallel = config.parallel
-    for flag, size in (
-        ("--tensor-model-parallel-size", parallel.tensor_model_parallel_size),
-        ("--context-parallel-size", parallel.context_parallel_size),
-    ):
-        if size != 1:
-            yield error(flag, f"{size} is not supported by this version", f"use {flag} 1 (data parallel takes all ranks)")
-    if parallel.sequence_parallel:
-        yield error("--sequence-parallel", "needs --tensor-model-parallel-size above 1", "drop --sequence-parallel")
+    if parallel.context_parallel_size != 1:
+        yield error(
+            "--context-parallel-size",
+            f"{parallel.context_parallel_size} is not supported: a robot model's sequence, about a thousand tokens, is too "
+            "short to be worth splitting inside attention",
+            "use --context-parallel-size 1; --sequence-parallel splits activation memory between the matrices",
+        )
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        yield error(
+            "--sequence-parallel",
+            "splits tokens over tensor-parallel ranks, and there is one",
+            "add --tensor-model-parallel-size 2, or drop --sequence-parallel",
+        )
+
+
+def _global_batch(config: RunConfig, world_size: int) -> Iterator[Finding]:
     samples_per_pass = config.training.micro_batch_size * config.data_parallel_size(world_size)
     global_batch_size = config.training.global_batch_size
     if global_batch_size is not None and samples_per_pass > 0 and global_batch_size % samples_per_pass:
@@ -51,9 +66,6 @@ def _pipeline(config: RunConfig, family: Any, world_size: int) -> Iterator[Findi
     """Rules of pipeline stages. Others report sizes that do not fit together, so those are not judged here."""
     parallel = config.parallel
     stages, flag = parallel.pipeline_model_parallel_size, "--pipeline-model-parallel-size"
-    if stages < 1:
-        yield error(flag, f"{stages} is not a positive size", f"use {flag} 1 or more")
-        return
     layout = list(layout_findings(len(family.pipeline_units(config).layers), parallel))
     yield from layout
     if stages == 1 or layout:
@@ -90,6 +102,39 @@ def _pipeline(config: RunConfig, family: Any, world_size: int) -> Iterator[Findi
         )
 
 
+def _data_parallel(config: RunConfig, world_size: int) -> Iterator[Finding]:
+    """Rules of the data-parallel strategies."""
+    parallel = config.parallel
+    strategy = parallel.data_parallel_strategy
+    if parallel.use_distributed_optimizer and strategy != "megatron_ddp":
+        instead = "leave it out: fsdp2 cuts the optimizer's state anyway" if strategy == "fsdp2" else "use megatron_ddp"
+        yield error("--use-distributed-optimizer", f"needs --data-parallel-strategy megatron_ddp, not {strategy}", instead)
+    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
+        yield error(
+            "--overlap-param-gather",
+            "gathers the buckets of the sharded optimizer, and only an overlapped reduction has several",
+            "add --use-distributed-optimizer --overlap-grad-reduce, or drop it",
+        )
+    if parallel.ddp_bucket_size is not None and not (parallel.overlap_grad_reduce and strategy != "fsdp2"):
+        yield error(
+            "--ddp-bucket-size",
+            f"has no effect with --data-parallel-strategy {strategy} "
+            f"--{'' if parallel.overlap_grad_reduce else 'no-'}overlap-grad-reduce",
+            "add --overlap-grad-reduce (megatron_ddp or torch_ddp), or drop it",
+        )
+    replicas, ranks = parallel.fsdp_replicate_size, config.data_parallel_size(world_size)
+    if replicas is not None and strategy != "fsdp2":
+        yield error("--fsdp-replicate-size", f"has no effect with --data-parallel-strategy {strategy}", "drop it, or use fsdp2")
+    elif replicas is not None and (replicas < 1 or ranks % replicas):
+        yield error("--fsdp-replicate-size", f"{replicas} does not divide the {ranks} data-parallel rank(s)", "use 1")
+    if strategy == "torch_ddp" and config.model.bf16 and parallel.accumulate_allreduce_grads_in_fp32:
+        yield error(
+            "--data-parallel-strategy",
+            "torch_ddp accumulates and reduces bf16 gradients in bf16",
+            "say so with --no-accumulate-allreduce-grads-in-fp32, or use --data-parallel-strategy megatron_ddp",
+        )
+
+
 def _numbers(config: RunConfig) -> Iterator[Finding]:
     positive = (
         ("--micro-batch-size", config.training.micro_batch_size, 1),
@@ -104,6 +149,7 @@ def _numbers(config: RunConfig) -> Iterator[Finding]:
     optional = (
         ("--global-batch-size", config.training.global_batch_size, 32),
         ("--save-interval", config.checkpoint.save_interval, 1000),
+        ("--ddp-bucket-size", config.parallel.ddp_bucket_size, 40_000_000),
         ("--keep-last", config.checkpoint.keep_last, 3),
         ("--exit-interval", config.training.exit_interval, 1000),
         ("--num-images", config.data.num_images, 2),

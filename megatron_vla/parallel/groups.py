@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vla.config.parallel import ParallelConfig
-from megatron_vla.findings import CheckError, error
+from megatron_vla.findings import CheckError, Finding, error, raise_errors
 from megatron_vla.parallel.cpu import install_cpu_shims
 from megatron_vla.parallel.startup import RankPlace, duplicate_device_findings, place_table, self_test
 
@@ -80,20 +80,23 @@ def _local_device(local_rank: int, world_size: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _check_layout(parallel: ParallelConfig, world_size: int) -> None:
-    """Refuse a layout that does not fill the world, before any process meets another."""
-    model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    if world_size % model_parallel:
-        raise CheckError(
-            [
-                error(
-                    "--tensor-model-parallel-size x --pipeline-model-parallel-size",
-                    f"{parallel.tensor_model_parallel_size} x {parallel.pipeline_model_parallel_size} = {model_parallel} "
-                    f"does not divide the {world_size} rank(s) of this run",
-                    f"start a multiple of {model_parallel} ranks, or lower the sizes",
-                )
-            ]
+def layout_size_findings(parallel: ParallelConfig, world_size: int) -> list[Finding]:
+    """Tensor- and pipeline-parallel sizes that cannot fill a world of `world_size` ranks; no process meets another for this."""
+    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    sizes = (("--tensor-model-parallel-size", tensor), ("--pipeline-model-parallel-size", stages))
+    bad = [error(flag, f"{size} is not a positive size", f"use {flag} 1 or more") for flag, size in sizes if size < 1]
+    if bad or world_size % (tensor * stages) == 0:
+        return bad
+    working = math.gcd(tensor, world_size)
+    working_stages = math.gcd(stages, world_size // working)
+    return [
+        error(
+            "--tensor-model-parallel-size x --pipeline-model-parallel-size",
+            f"{tensor} x {stages} = {tensor * stages} does not divide the {world_size} rank(s) of this run",
+            f"start a multiple of {tensor * stages} ranks, or use --tensor-model-parallel-size {working} "
+            f"--pipeline-model-parallel-size {working_stages}",
         )
+    ]
 
 
 def _join(device: torch.device, rank: int, world_size: int, timeout: timedelta) -> None:
@@ -120,7 +123,7 @@ def initialize(parallel: ParallelConfig, *, quiet: bool = False) -> ParallelGrou
     world_size = world_size_from_environment()
     rank = int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    _check_layout(parallel, world_size)
+    raise_errors(layout_size_findings(parallel, world_size))
     device = _local_device(local_rank, world_size)
     install_cpu_shims()
     # Until the first step is done ranks may lawfully be minutes apart (data checks, weights, compilation).

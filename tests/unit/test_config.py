@@ -109,7 +109,8 @@ def test_a_healthy_command_line_has_no_errors() -> None:
     ("words", "where", "says"),
     [
         (["--global-batch-size", "7", "--micro-batch-size", "2"], "--global-batch-size", "use --global-batch-size 8"),
-        (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size", "use --tensor-model-parallel-size 1"),
+        (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size", "use --tensor-model-parallel-size 1 or more"),
+        (["--sequence-parallel"], "--sequence-parallel", "add --tensor-model-parallel-size 2"),
         (["--context-parallel-size", "2"], "--context-parallel-size", "not supported"),
         (["--bf16", "--fp64"], "--bf16, --fp64", "choose one"),
         (["--data-path", "/"], "--mock-data, --data-path", "drop one"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_vla.config.run import RunConfig
 from megatron_vla.findings import Finding, error
+from megatron_vla.models.common.parallel_check import SplitDimensions, tensor_parallel_findings
 from megatron_vla.models.pi05.config import Pi05Config
 from megatron_vla.models.pi05.convert import CONVERTER
 
@@ -36,6 +37,8 @@ _POSITIVE = (
 def check(config: RunConfig) -> list[Finding]:
     """Everything wrong with the family's section; reads headers of --pretrained-checkpoint, builds no weights."""
     findings = list(_dimension_findings(config.family))
+    if not findings:
+        findings += tensor_parallel_findings(config.parallel, split_dimensions(config.family))
     checkpoint, reinitialize = config.model.pretrained_checkpoint, config.model.pretrained_reinitialize
     # A path that does not exist is reported with the other paths.
     if not findings and checkpoint is not None and Path(checkpoint).exists():
@@ -44,6 +47,25 @@ def check(config: RunConfig) -> list[Finding]:
         where = "--pretrained-reinitialize " + " ".join(reinitialize)
         findings.append(error(where, "no --pretrained-checkpoint is given", "give one, or drop the flag"))
     return findings
+
+
+def split_dimensions(family: Pi05Config) -> SplitDimensions:
+    """What tensor-parallel ranks share."""
+    return SplitDimensions(
+        divisible=(
+            ("--vision-num-attention-heads", family.vision_num_attention_heads),
+            ("--vision-ffn-hidden-size", family.vision_ffn_hidden_size),
+            ("--num-attention-heads", family.num_attention_heads),
+            ("--ffn-hidden-size", family.ffn_hidden_size),
+            ("--expert-ffn-hidden-size", family.expert_ffn_hidden_size),
+        ),
+        key_value_heads=(("--num-query-groups", family.num_query_groups),),
+        tokens=(
+            ("--image-size / --patch-size", (family.image_size // family.patch_size) ** 2),
+            ("--action-horizon", family.action_horizon),
+        ),
+        vocabulary=(("--vocab-size", family.vocab_size),),
+    )
 
 
 def _dimension_findings(family: Pi05Config) -> Iterator[Finding]:
