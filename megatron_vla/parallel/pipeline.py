@@ -6,6 +6,7 @@ by the global number of valid elements. Nothing here reads a device value.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -161,6 +162,8 @@ def _megatron_schedule(groups: ParallelGroups, num_chunks: int, stage: PartialMo
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.transformer import TransformerConfig
 
+        # The first forward step would import it, with an announcement of its own.
+        importlib.import_module("megatron.core.transformer.multi_token_prediction")
         config = TransformerConfig(
             num_layers=stages * num_chunks,
             hidden_size=1,

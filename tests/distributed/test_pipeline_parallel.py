@@ -36,7 +36,7 @@ def four() -> Iterator[WorkerPool]:
 def alone() -> dict[str, Result]:
     """One process, one micro-batch per step, by precision."""
     return {
-        "fp64": pipeline_cases.take_steps(0, ["--fp64", *ONE_PASS], 2),
+        "fp64": pipeline_cases.take_steps(0, ["--fp64", *ONE_PASS], 3),
         "fp32": pipeline_cases.take_steps(0, [*ONE_PASS], 10),
     }
 
@@ -120,6 +120,16 @@ def test_two_stages_fp32_stay_equal_for_ten_steps(pool: WorkerPool, alone: dict[
 def test_four_processes_fp64(four: WorkerPool, alone: dict[str, Result], flags: tuple[str, ...]) -> None:
     ranks = [o.value for o in four.run("take_steps", ["--fp64", *flags], 2)]
     assert_same(ranks, alone["fp64"], 1e-9)
+
+
+@pytest.mark.parametrize("stages", [PP2, INTERLEAVED], ids=["1F1B", "interleaved"])
+def test_sharded_optimizer_over_stages(four: WorkerPool, alone: dict[str, Result], stages: tuple[str, ...]) -> None:
+    """Gradients end in shards here, so losses and norms after updates are compared."""
+    sharded = ("--use-distributed-optimizer", "--overlap-param-gather", "--overlap-grad-reduce")
+    ranks = [o.value for o in four.run("take_steps", ["--fp64", *stages, *FOUR_PASSES, *sharded], 3)]
+    for result in ranks:
+        assert result.losses == pytest.approx(alone["fp64"].losses, rel=1e-7)
+        assert result.norms == pytest.approx(alone["fp64"].norms, rel=1e-7)
 
 
 def test_bf16_stages_round_nothing_more_than_one_process(pool: WorkerPool) -> None:
