@@ -1,7 +1,11 @@
-"""Convert checkpoints: released files <-> this project's layout.
+"""Convert checkpoints: released files <-> this project's layout; training checkpoints of any layout -> either.
 
     python tools/convert_checkpoint.py --input pi05_base/model.safetensors --output pi05_base_native
     python tools/convert_checkpoint.py --input checkpoints/iter_0030000 --to lerobot --output export
+    python tools/convert_checkpoint.py --input checkpoints/iter_0030000 --averaged --output one_file
+
+A training checkpoint may come from any number of ranks; one process without a launcher reads it, weights only, tensor by tensor
+in the stored dtypes (never the optimizer state). Both kinds of output start a new run with --pretrained-checkpoint.
 
 Converting to `native` checks names and shapes, builds the model, runs it on a fixed input and stores that input with its
 output; converting back runs the same input again. Dimensions are read from the tensors; what shapes cannot tell (head counts)
@@ -41,6 +45,7 @@ def parser_of(family: ModelFamily) -> StrictParser:
         help="file, shard index or folder; several parts (vision, language) are joined",
     )
     parser.add_argument("--output", required=True, type=Path, help="folder to write; must not exist or be empty")
+    parser.add_argument("--averaged", action="store_true", help="take the EMA of a training checkpoint, not its weights")
     parser.add_argument("--to", default="native", choices=["native", *layouts], help="layout to write")
     parser.add_argument(
         "--random-modules", nargs="*", default=[], help="modules that the input lacks and that start afresh (dotted, '*')"
@@ -89,13 +94,15 @@ def convert(family: ModelFamily, options: argparse.Namespace) -> None:
     model = _fresh_model(family, config, options.seed)
     if options.to == "native":
         fresh = {n: p.detach() for n, p in model.named_parameters() if any(covers(r, n) for r in options.random_modules)}
-        converter.to_native(options.input, config, options.output, reinitialized=fresh, max_shard_bytes=limit)
+        converter.to_native(
+            options.input, config, options.output, reinitialized=fresh, averaged=options.averaged, max_shard_bytes=limit
+        )
     else:
         if len(options.input) != 1:
             raise ValueError(
                 "--input: a released layout is written from one native checkpoint; convert the parts to native first"
             )
-        converter.to_released(options.input[0], options.to, options.output, max_shard_bytes=limit)
+        converter.to_released(options.input[0], options.to, options.output, averaged=options.averaged, max_shard_bytes=limit)
     converter.load(options.output, model)
     own = options.input[0] / REFERENCE_FILE
     reference = options.reference or (own if own.is_file() else None)

@@ -26,7 +26,7 @@ from megatron_vla.findings import CheckError, Finding, error
 from megatron_vla.parallel.groups import ParallelGroups
 from megatron_vla.training import random_state
 from megatron_vla.training.checkpoint_folder import CheckpointFolder
-from megatron_vla.training.distributed_checkpoint import PartReader, ReadRequest
+from megatron_vla.training.distributed_checkpoint import TENSOR_FOLDER, PartReader, ReadRequest
 from megatron_vla.training.ema import ParameterAverage
 from megatron_vla.training.optimizer import AdamW, is_decay_only
 from megatron_vla.training.schedule import Schedule
@@ -34,7 +34,6 @@ from megatron_vla.training.tensor_file import TensorReader
 from megatron_vla.training.tensor_parts import StoredTensor, part_of_state, part_of_tensor
 
 FORMAT = 2
-TENSOR_FOLDER = "tensors"
 RNG_FILE = "rng.safetensors"
 MODEL, EMA = "model.", "ema."
 MAIN_DTYPES = (torch.float32, torch.float64)

@@ -27,8 +27,8 @@ from torch import Tensor
 from megatron_vla.config.run import RunConfig
 from megatron_vla.parallel.groups import ParallelGroups
 from megatron_vla.training import checkpoint_folder, random_state
-from megatron_vla.training.checkpoint import FORMAT, RNG_FILE, TENSOR_FOLDER, TrainState, contents
-from megatron_vla.training.distributed_checkpoint import StorageError, write_parts
+from megatron_vla.training.checkpoint import FORMAT, RNG_FILE, TrainState, contents
+from megatron_vla.training.distributed_checkpoint import TENSOR_FOLDER, StorageError, write_parts
 from megatron_vla.training.tensor_file import write_tensors
 from megatron_vla.training.tensor_parts import Piece, StoredTensor, assign_writers, holdings, only_written
 from megatron_vla.version import __version__
@@ -179,13 +179,16 @@ class CheckpointSaver:
         parts = contents(state).all()
         if self._mine is None:
             # A run's layout never changes: who writes what is agreed on once.
-            everyone: list[Any] = [None] * groups.world_size
             own = holdings(parts, groups.pipeline_model_parallel_rank, groups.tensor_model_parallel_rank)
-            dist.all_gather_object(everyone, own, group=groups.host_group)
+            everyone: list[Any] = [own] * groups.world_size
+            if groups.world_size > 1:
+                dist.all_gather_object(everyone, own, group=groups.host_group)
             self._mine = assign_writers(everyone)[groups.rank]
         written = only_written(parts, self._mine)
-        gathered: list[Any] | None = [None] * groups.world_size if groups.is_main else None
-        dist.gather_object(random_state.capture(groups.rank), gathered, dst=0, group=groups.host_group)
+        random_states = random_state.capture(groups.rank)
+        gathered: list[Any] | None = [random_states] * groups.world_size if groups.is_main else None
+        if groups.world_size > 1:
+            dist.gather_object(random_states, gathered, dst=0, group=groups.host_group)
         return Snapshot(
             iteration=state.iteration,
             parts=self._copies.take(written) if self.in_background else written,

@@ -38,6 +38,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_vla.training.tensor_parts import Piece, StoredTensor
 
+# Inside a checkpoint folder.
+TENSOR_FOLDER = "tensors"
 METADATA_FILE = ".metadata"
 
 

@@ -129,16 +129,18 @@ class CheckpointConverter:
         folder: Path,
         *,
         reinitialized: Mapping[str, Tensor] | None = None,
+        averaged: bool = False,
         max_shard_bytes: int | None = None,
         report: Report = print,
     ) -> None:
-        """Write `path` (released files, or several parts) as a native folder in the stored dtypes.
+        """Write `path` (released files, several parts, or a training checkpoint) as a native folder in the stored dtypes.
 
-        `reinitialized` holds fresh tensors for parameters that the source lacks.
+        averaged: the EMA of a training checkpoint instead of its weights. `reinitialized` holds fresh tensors for parameters
+        that the source lacks.
         """
         with torch.device("meta"):
             module = self.build_module(config)
-        source = open_tensors(_listed(path))
+        source = open_tensors(_listed(path), averaged=averaged)
         fresh = dict(reinitialized or {})
         resolution = self._resolve(source, module, tuple(fresh), path)
         raise_errors(resolution.findings)
@@ -157,11 +159,21 @@ class CheckpointConverter:
         _report_leftovers(resolution, report)
 
     def to_released(
-        self, path: Path | str, layout_name: str, folder: Path, *, max_shard_bytes: int | None = None, report: Report = print
+        self,
+        path: Path | str,
+        layout_name: str,
+        folder: Path,
+        *,
+        averaged: bool = False,
+        max_shard_bytes: int | None = None,
+        report: Report = print,
     ) -> None:
-        """Write a native checkpoint in a released layout; byte-equal tensors when it came from that layout."""
+        """Write a native or training checkpoint in a released layout; byte-equal tensors when it came from that layout.
+
+        averaged: the EMA of a training checkpoint instead of its weights.
+        """
         layout = self._layout(layout_name)
-        source = open_tensors([path])
+        source = open_tensors([path], averaged=averaged)
         folder_of_source = Path(path) if Path(path).is_dir() else Path(path).parent
         record, extras = _read_record(folder_of_source)
         same = record is not None and record.layout == layout.name

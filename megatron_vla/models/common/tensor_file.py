@@ -1,4 +1,4 @@
-"""Safetensors files on disk: one file, shards with an index, or several parts, read tensor by tensor."""
+"""Tensors on disk, read one by one: safetensors files (one, shards with an index, several parts), and training checkpoints."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from megatron_vla.training.distributed_checkpoint import METADATA_FILE, TENSOR_FOLDER, PartReader
+from megatron_vla.training.tensor_file import DTYPE_NAMES
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -34,11 +37,55 @@ class TensorSource:
         return name in self.files
 
 
-def open_tensors(paths: Sequence[Path | str]) -> TensorSource:
-    """One source from one or more checkpoints (a file, an index, or a folder holding either).
+@dataclass(frozen=True)
+class TrainingSource(TensorSource):
+    """The weights of a training checkpoint, or their averages, under the parameters' names; joined from all ranks' parts."""
 
-    Raises ValueError naming the path when something is missing, unreadable, or found in two parts.
+    reader: PartReader
+    stored_names: Mapping[str, str]
+
+    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """One whole tensor in its stored dtype."""
+        return self.reader.read(self.stored_names[name]).to(device)
+
+
+def is_training_checkpoint(path: Path) -> bool:
+    """Whether `path` is a folder that training wrote."""
+    return (path / TENSOR_FOLDER / METADATA_FILE).is_file()
+
+
+def open_training_checkpoint(path: Path, *, averaged: bool = False) -> TrainingSource:
+    """Weights of SAVE/iter_N, or their EMA (frozen weights are their own average).
+
+    Raises ValueError when `averaged` weights are asked for and the run had none.
     """
+    reader = PartReader(path / TENSOR_FOLDER)
+    names = {n.split(".", 1)[1]: n for n in reader.entries if n.startswith("model.")}
+    averages = {n.split(".", 1)[1]: n for n in reader.entries if n.startswith("ema.")}
+    if averaged and not averages:
+        raise ValueError(f"{path}: the run had no --ema-decay, so there are no averaged weights; convert its weights")
+    names |= averages if averaged else {}
+    entries = {name: reader.entries[stored] for name, stored in names.items()}
+    return TrainingSource(
+        files=dict.fromkeys(names, path),
+        shapes={name: entry.shape for name, entry in entries.items()},
+        dtypes={name: DTYPE_NAMES[entry.dtype] for name, entry in entries.items()},
+        metadata={},
+        reader=reader,
+        stored_names=names,
+    )
+
+
+def open_tensors(paths: Sequence[Path | str], *, averaged: bool = False) -> TensorSource:
+    """One source from one or more checkpoints (a file, an index, a folder holding either), or from one training checkpoint.
+
+    averaged: take the EMA of a training checkpoint. Raises ValueError naming the path when something is missing, unreadable, or
+    found in two parts.
+    """
+    if len(paths) == 1 and is_training_checkpoint(Path(paths[0])):
+        return open_training_checkpoint(Path(paths[0]), averaged=averaged)
+    if averaged:
+        raise ValueError(f"{', '.join(map(str, paths))}: only a training checkpoint (SAVE/iter_N) has averaged weights")
     files: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, str] = {}
