@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron_vla.config.run import RunConfig, parse_args
 from megatron_vla.data.build import build_data
 from megatron_vla.models.registry import model_family
+from megatron_vla.optimizations.apply import apply_optimizations
 from megatron_vla.parallel.data_parallel import wrap
 from megatron_vla.parallel.groups import ParallelGroups
 from megatron_vla.runner.build import build_runner
@@ -34,6 +35,7 @@ def build_run(config: RunConfig, groups: ParallelGroups) -> TrainingRun:
     family = model_family(config.model.model_name)
     supply = build_data(config, family)
     module = family.build(config, groups)
+    module = apply_optimizations(module, config.optimization, lambda line: None)
     model = wrap(module, config.parallel, groups, family.block_names)
     optimizer = AdamW(module.named_parameters(), config.optimizer, model.owned_part)
     average = None if config.optimizer.ema_decay is None else ParameterAverage(optimizer, config.optimizer.ema_decay)

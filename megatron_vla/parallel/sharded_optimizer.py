@@ -13,6 +13,7 @@ scale folded into the update and graph capture could not go through it, and its 
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ class ShardedMegatronDataParallel(MegatronDataParallel):
     """megatron-core DistributedDataParallel with reduce-scattered gradients and all-gathered parameters."""
 
     def __init__(self, module: nn.Module, parallel: ParallelConfig, groups: ParallelGroups):
+        # megatron-core's own business: it calls functions that torch 2.13 renames, and announces every bucket that
+        # `_UncalledModules` gathers earlier than its place in the order.
+        renamed = r".torch.distributed.(reduce_scatter|all_gather_into)_tensor. is deprecated"
+        warnings.filterwarnings("ignore", renamed, FutureWarning)
+        warnings.filterwarnings("ignore", "The next bucket's parameter all-gather operation has already", UserWarning)
         self._rank, self._size = groups.data_parallel_rank, groups.data_parallel_size
         # Filled by `owned_part` from the buffers, which exist once the parent has wrapped the module.
         self._places: dict[nn.Parameter, tuple[Any, Any]] = {}

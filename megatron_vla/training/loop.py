@@ -190,6 +190,8 @@ class _Loop:
     def _save(self) -> None:
         if self.saver is None or self.saved_at == self.state.iteration:
             return
+        # With overlapped gathers the model's weights are those of the last forward pass until somebody asks.
+        self.run_parts.runner.model.gather_parameters()
         self._message(self.saver.save(self.state))
         self.saved_at = self.state.iteration
         if self.logger is not None:
