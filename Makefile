@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make quickstart        set up, record robot data in a simulator, train a small Pi0.5 on it, kill it, resume it"
 	@echo "make test              all CPU tests, linter and type checker"
-	@echo "make test-distributed  only the multi-process tests"
+	@echo "make test-distributed  the multi-process tests, with the whole matrix of parallel layouts"
 	@echo "make lint | format     linter and type checker | rewrite the formatting"
 	@echo "make docs              regenerate docs/flags.md and the README's table"
 	@echo "make install           only the virtual environment ($(VENV))"
@@ -44,7 +44,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-distributed: $(STAMP)
-	$(BIN)/python -m pytest tests/distributed $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/distributed -m "distributed_full or not distributed_full" $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

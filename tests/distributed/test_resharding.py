@@ -28,7 +28,7 @@ FLAGS = (
 )
 # Frozen and decay-only parameters, replicated key/value heads and an uneven vocabulary are all in the tiny model.
 TP2 = ("--tensor-model-parallel-size", "2")
-PP2 = ("--pipeline-model-parallel-size", "2")
+PP2 = ("--pipeline-model-parallel-size", "2", "--prompt-padding", "max")
 SP = ("--sequence-parallel",)
 ZERO = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 FSDP = ("--data-parallel-strategy", "fsdp2")
