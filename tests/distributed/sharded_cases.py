@@ -95,6 +95,12 @@ def train(rank: int, flags: list[str], count: int) -> Trained:
         return Trained(losses, norms, {**state, **weights(run)}, fraction)
 
 
+def train_curves(rank: int, flags: list[str], count: int) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms alone."""
+    with running(flags) as run:
+        return steps(run, count, run.groups.world_size)
+
+
 def train_with_a_resume(rank: int, flags: list[str], count: int, resume_after: int) -> Trained:
     """As `train`; after `resume_after` steps everything moves, shard by shard, into a run built from another seed."""
     with running(flags) as run:

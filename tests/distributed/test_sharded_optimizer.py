@@ -122,6 +122,13 @@ def test_without_overlap_reductions_wait_for_backward(pool: WorkerPool) -> None:
 def test_four_processes_equal_one(alone: Trained) -> None:
     workers = WorkerPool(4, "sharded_cases")
     try:
+        tensor_parallel = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+        for extra in (OVERLAPPED, ("--data-parallel-strategy", "fsdp2")):
+            # Parts of matrices, whole norms with partial gradients, and shards of both in one global norm.
+            found = workers.run("train_curves", [*FLAGS, *tensor_parallel, *extra], 5)
+            for outcome in found:
+                assert outcome.value[0] == pytest.approx(alone.losses[:5], rel=1e-5)
+                assert outcome.value[1] == pytest.approx(alone.norms[:5], rel=1e-5)
         for extra in (OVERLAPPED, ("--data-parallel-strategy", "fsdp2", "--fsdp-replicate-size", "2")):
             found = train(workers, *extra)
             assert found.losses == pytest.approx(alone.losses, rel=1e-6)

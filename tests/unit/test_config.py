@@ -124,6 +124,16 @@ def test_a_healthy_command_line_has_no_errors() -> None:
         (["--save", "/proc/version/x"], "--save", "is a file"),
         (["--model-action-representation", "delta"], "--delta-action-dims", "for example"),
         (["--delta-action-dims", "0"], "--delta-action-dims", "no effect"),
+        (
+            ["--use-distributed-optimizer", "--data-parallel-strategy", "torch_ddp"],
+            "--use-distributed-optimizer",
+            "use megatron_ddp",
+        ),
+        (["--overlap-param-gather"], "--overlap-param-gather", "add --use-distributed-optimizer --overlap-grad-reduce"),
+        (["--ddp-bucket-size", "100"], "--ddp-bucket-size", "add --overlap-grad-reduce"),
+        (["--fsdp-replicate-size", "1"], "--fsdp-replicate-size", "drop it"),
+        (["--data-parallel-strategy", "fsdp2", "--fsdp-replicate-size", "2"], "--fsdp-replicate-size", "does not divide"),
+        (["--bf16", "--data-parallel-strategy", "torch_ddp"], "--data-parallel-strategy", "--no-accumulate-allreduce"),
     ],
 )
 def test_each_rule_names_its_flag_and_a_way_out(words: list[str], where: str, says: str) -> None:
