@@ -31,7 +31,7 @@ HARMLESS_FIELDS = frozenset(
         "training.exit_interval",
         "training.check_for_nan_in_loss_and_grad",
         "family.num_inference_steps",
-        "data.prompt_padding",  # padding moves no loss (--max-prompt-length, which cuts, is compared); pipelines need one length
+        "data.prompt_padding",  # moves no loss, and pipelines need one length; --max-prompt-length, which cuts, is compared
         "data.num_workers",
         "data.prefetch_factor",
         "data.video_backend",  # every backend delivers the same frame by index

@@ -61,7 +61,10 @@ PAIRS = [
     ("alone", "tp2_dp2_zero"),
     ("tp2_dp2_zero", "zero2"),
 ]
-OTHER_PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS if (a, b) not in PAIRS]
+# To and from one process, every layout with itself, and round the list: 121 pairs would tell no more.
+_NAMES = list(LAYOUTS)
+_STAR = [pair for name in _NAMES for pair in (("alone", name), (name, "alone"), (name, name))]
+OTHER_PAIRS = [p for p in dict.fromkeys([*_STAR, *zip(_NAMES, _NAMES[1:] + _NAMES[:1], strict=True)]) if p not in PAIRS]
 
 
 class Runs:
