@@ -18,6 +18,7 @@ import torch
 import training_cases
 from worker_pool import WorkerPool
 
+from megatron_vla.models.pi05.convert import CONVERTER
 from megatron_vla.training.checkpoint_folder import iteration_folder, open_folder
 from megatron_vla.training.distributed_checkpoint import PartReader
 
@@ -210,3 +211,16 @@ def test_bf16_main_parameters_travel(runs: Runs, tmp_path: Path) -> None:
     assert any(name.startswith("main.") for name in one)
     assert one.keys() == two.keys() == three.keys()
     assert all(torch.equal(one[n], two[n]) and torch.equal(one[n], three[n]) for n in one)
+
+
+def test_released_file_does_not_depend_on_the_layout(runs: Runs, tmp_path: Path) -> None:
+    """Converted in one process without a launcher: the very bytes that a single-process checkpoint gives."""
+    saved, _ = runs.half("alone")
+    runs.train("tp2_dp2_zero", "--load", str(saved), "--save", str(tmp_path / "copied"), "--train-iters", str(HALF))
+    for root, name in ((saved, "one"), (tmp_path / "copied", "other")):
+        for averaged in (False, True):
+            output = tmp_path / f"{name}_{averaged}"
+            CONVERTER.to_released(iteration_folder(root, HALF), "openpi", output, averaged=averaged, report=lambda line: None)
+    for averaged in (False, True):
+        one, other = ((tmp_path / f"{name}_{averaged}" / "model.safetensors").read_bytes() for name in ("one", "other"))
+        assert one == other and len(one) > 10_000
