@@ -33,6 +33,9 @@ from megatron_vla.training.tensor_file import write_tensors
 from megatron_vla.training.tensor_parts import Piece, StoredTensor, assign_writers, holdings, only_written
 from megatron_vla.version import __version__
 
+# Network file systems show new files to other hosts with a delay.
+SHARED_FOLDER_SECONDS = 30.0
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -220,8 +223,18 @@ class CheckpointSaver:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise RuntimeError(message) from exception
 
+    def _wait_for_parts(self, folder: Path) -> None:
+        """Every rank's file must be visible here: a folder on each host's own disk would make a checkpoint with holes."""
+        missing = list(range(self.groups.world_size))
+        end = time.monotonic() + SHARED_FOLDER_SECONDS
+        while missing := [rank for rank in missing if not (folder / f"__{rank}_0.distcp").is_file()]:
+            if time.monotonic() > end:
+                raise OSError(f"the files of ranks {missing} are not visible to rank 0: --save must be shared by all hosts")
+            time.sleep(0.2)
+
     def _seal(self, temporary: Path, snapshot: Snapshot) -> None:
         assert snapshot.state is not None
+        self._wait_for_parts(temporary / TENSOR_FOLDER)
         _write_small_files(temporary, snapshot, self.config, self.supply.preprocessor)
         checkpoint_folder.seal(temporary, snapshot.state)
         checkpoint_folder.point_to(self.root, snapshot.iteration)

@@ -266,6 +266,22 @@ def test_failed_background_write_ends_the_training_loop(
     assert run.state.iteration in (3, 4) and iterations_in(tmp_path) == [1, 2]
 
 
+def test_save_folder_that_hosts_do_not_share_is_an_error(
+    saved: TrainingRun, tmp_path: Path, groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = checkpoint_saving.write_parts
+
+    def on_another_disk(folder: Path, *arguments: Any) -> None:
+        honest(folder, *arguments)
+        (folder / "__0_0.distcp").unlink()
+
+    monkeypatch.setattr(checkpoint_saving, "write_parts", on_another_disk)
+    monkeypatch.setattr(checkpoint_saving, "SHARED_FOLDER_SECONDS", 0.3)
+    take_steps(saved, 1)
+    with pytest.raises(RuntimeError, match=r"ranks \[0\] are not visible.*shared by all hosts.*iter_0000001 is intact"):
+        save_checkpoint(saved.state, saved.config, groups, saved.supply)
+
+
 def test_keep_last_and_saving_an_iteration_again(tmp_path: Path, groups: ParallelGroups) -> None:
     run = build_run(config_saving_to(tmp_path, "--keep-last", "2"), groups)
     for _ in range(3):
