@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_vla.config.cli import StrictParser, add_section, build_section, flag_name
 from megatron_vla.models.common.converter import stored_config
@@ -84,6 +84,14 @@ def _fresh_model(family: ModelFamily, config: Any, seed: int) -> nn.Module:
     return model
 
 
+def _fresh_parameters(family: ModelFamily, config: Any, options: argparse.Namespace) -> dict[str, Tensor]:
+    """First values of the parameters that --random-modules names."""
+    if not options.random_modules:
+        return {}
+    model = _fresh_model(family, config, options.seed)
+    return {n: p.detach() for n, p in model.named_parameters() if any(covers(r, n) for r in options.random_modules)}
+
+
 def convert(family: ModelFamily, options: argparse.Namespace) -> None:
     """Convert, then prove that the result loads and computes. Raises ValueError with what is wrong."""
     converter = family.converter
@@ -91,9 +99,8 @@ def convert(family: ModelFamily, options: argparse.Namespace) -> None:
         raise ValueError(f"--output {options.output}: not empty; name a new folder")
     config = config_of(family, options)
     limit = None if options.max_shard_size_gb is None else int(options.max_shard_size_gb * 1e9)
-    model = _fresh_model(family, config, options.seed)
     if options.to == "native":
-        fresh = {n: p.detach() for n, p in model.named_parameters() if any(covers(r, n) for r in options.random_modules)}
+        fresh = _fresh_parameters(family, config, options)
         converter.to_native(
             options.input, config, options.output, reinitialized=fresh, averaged=options.averaged, max_shard_bytes=limit
         )
@@ -103,6 +110,8 @@ def convert(family: ModelFamily, options: argparse.Namespace) -> None:
                 "--input: a released layout is written from one native checkpoint; convert the parts to native first"
             )
         converter.to_released(options.input[0], options.to, options.output, averaged=options.averaged, max_shard_bytes=limit)
+    # Made last: the tensors of a conversion and a second copy of the model need not be in memory together.
+    model = _fresh_model(family, config, options.seed)
     converter.load(options.output, model)
     own = options.input[0] / REFERENCE_FILE
     reference = options.reference or (own if own.is_file() else None)
