@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))  # the golden cases' reader
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the golden cases' reader
 
 from pi05_fixtures import (  # noqa: E402
     CASE_NAMES,
