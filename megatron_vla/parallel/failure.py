@@ -57,10 +57,11 @@ def ends_all_ranks(rank: int, world_size: int) -> Iterator[None]:
     except BaseException as exception:
         reporter = store.clone()
         cause = _cause(reporter)
+        message = "".join(traceback.format_exception_only(exception)).strip()
         if cause is None:
-            last_line = "".join(traceback.format_exception_only(exception)).strip()
-            reporter.set(FAILURE_KEY, f"rank {rank} failed first: {last_line}")
-        elif not cause.startswith(f"rank {rank} "):
+            reporter.set(FAILURE_KEY, f"rank {rank} failed first: {message}")
+        elif not cause.endswith(message):
+            # What all ranks find together (a checkpoint that does not fit, say) stays the error that it is.
             raise RuntimeError(f"rank {rank} stops: {cause}") from exception
         raise
     finally:

@@ -72,7 +72,14 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _versions() -> dict[str, str]:
-    return {"megatron_vla": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    import megatron.core
+
+    return {
+        "megatron_vla": __version__,
+        "megatron_core": megatron.core.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def _state_json(state: TrainState, config: RunConfig, world_size: int, order_hash: str) -> dict[str, Any]:

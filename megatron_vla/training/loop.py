@@ -94,7 +94,9 @@ class _Loop:
         self.global_batch_size = run.config.global_batch_size(run.groups.world_size)
         self.window = MetricWindow()
         self.window_start = time.perf_counter()
-        self.saved_at: int | None = None
+        # A resumed run that has nothing left to do must not write its own checkpoint again.
+        resumed_here = run.state.iteration > 0 and run.config.checkpoint.load == run.config.checkpoint.save
+        self.saved_at: int | None = run.state.iteration if resumed_here else None
 
     def run(self) -> None:
         training = self.config.training

@@ -37,6 +37,8 @@ HARMLESS_FIELDS = frozenset(
         "data.video_decoder_cache_size",
         "data.data_cache_path",
         "data.statistics_path",  # the statistics of a resume come from the checkpoint
+        "data.statistics_quantiles",
+        "data.allow_foreign_statistics",
         "data.max_out_of_range_fraction",
     }
 )
