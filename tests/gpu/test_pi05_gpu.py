@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))  # the golden cases' reader
 
-from pi05_fixtures import (  # noqa: E402
+from pi05_fixtures import (
     CASE_NAMES,
     golden_batch,
     golden_case,
