@@ -67,7 +67,8 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int) ->
         samples = config.global_batch_size(run.groups.world_size)
         shapes = {name: list(tensor.shape) for name, tensor in stepper.last_batch.tensors().items()}
         num_views, prompt_length = shapes["camera_is_present_BV"][1], shapes["tokens_BL"][1]
-        flops = 3.0 * run.state.module.flops_per_sample(num_views, prompt_length)
+        module: Any = run.state.module
+        flops = 3.0 * module.flops_per_sample(num_views, prompt_length)
         step_ms = statistics.median(times_ms)
         name = torch.cuda.get_device_name() if on_gpu else ""
         peak_rate = next((rate for piece, rate in PEAK_BF16_FLOPS.items() if piece in name), None)
@@ -203,7 +204,7 @@ def _workload(ladder: dict[str, Any], results: list[dict[str, Any]]) -> dict[str
     from megatron_vla.config.run import parse_args
 
     config = parse_args(ladder["common_flags"])
-    batch = next((r["batch"] for r in results if "batch" in r), {})
+    batch: dict[str, Any] = next((r["batch"] for r in results if "batch" in r), {})
     return {
         "model": f"{config.model.model_name} {config.model.model_variant}",
         "micro_batch_size": config.training.micro_batch_size,
