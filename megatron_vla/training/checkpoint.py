@@ -21,6 +21,7 @@ import shutil
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,9 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _versions() -> dict[str, str]:
-    import megatron.core
-
     return {
         "megatron_vla": __version__,
-        "megatron_core": megatron.core.__version__,
+        "megatron_core": version("megatron-core"),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
