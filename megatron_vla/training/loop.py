@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron_vla.config.run import RunConfig
 from megatron_vla.data.batch import Batch
 from megatron_vla.models.registry import ModelFamily
+from megatron_vla.parallel.failure import RankWatch
 from megatron_vla.parallel.groups import ParallelGroups, shorten_timeouts
 from megatron_vla.runner.eager import EagerRunner
 from megatron_vla.training.checkpoint import TrainState, save_checkpoint
@@ -30,10 +31,12 @@ from megatron_vla.training.signals import StopSignals
 
 
 class TimedIterator:
-    """Counts the seconds that the loop waits for the next batch."""
+    """Counts the seconds that the loop waits for the next batch, and tells the watch about the wait."""
 
-    def __init__(self, batches: Iterator[Batch]):
+    def __init__(self, batches: Iterator[Batch], watch: RankWatch):
         self._batches = batches
+        self._watch = watch
+        self.iteration = 0
         self.wait_seconds = 0.0
 
     def __iter__(self) -> TimedIterator:
@@ -41,7 +44,9 @@ class TimedIterator:
 
     def __next__(self) -> Batch:
         start = time.perf_counter()
+        self._watch.enter(f"waiting for data of iteration {self.iteration}")
         batch = next(self._batches)
+        self._watch.enter(f"training iteration {self.iteration}")
         self.wait_seconds += time.perf_counter() - start
         return batch
 
@@ -61,6 +66,7 @@ class TrainingRun:
     supply: Any
     runner: EagerRunner
     state: TrainState
+    watch: RankWatch
 
 
 def train(run: TrainingRun) -> None:
@@ -103,7 +109,7 @@ class _Loop:
         first = self.state.iteration
         # Opened inside StopSignals: worker processes inherit handlers that leave Ctrl-C to this process.
         with closing(self._open(self.state.consumed_samples, max(0, training.train_iters - first))) as source:
-            batches = TimedIterator(source)
+            batches = TimedIterator(source, self.run_parts.watch)
             reason = "all iterations are done"
             while self.state.iteration < training.train_iters:
                 self._step(batches)
@@ -134,6 +140,7 @@ class _Loop:
 
     def _step(self, batches: TimedIterator) -> None:
         learning_rate = self.state.schedule.learning_rate(self.state.consumed_samples)
+        batches.iteration = self.state.iteration + 1
         metrics = self.run_parts.runner.step(batches, learning_rate)
         self.state.iteration += 1
         self.state.consumed_samples += self.global_batch_size
@@ -183,6 +190,7 @@ class _Loop:
         if self.config.checkpoint.save is None or self.saved_at == self.state.iteration:
             return
         start = time.perf_counter()
+        self.run_parts.watch.enter(f"saving the checkpoint of iteration {self.state.iteration}")
         path = save_checkpoint(self.state, self.config, self.groups, self.run_parts.supply)
         self.saved_at = self.state.iteration
         if self.logger is not None:
