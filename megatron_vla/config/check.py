@@ -90,6 +90,14 @@ def _numbers(config: RunConfig) -> Iterator[Finding]:
 def _precision(config: RunConfig) -> Iterator[Finding]:
     if config.model.bf16 and config.model.fp64:
         yield error("--bf16, --fp64", "both are set", "choose one")
+    parallel = config.parallel
+    lowered = config.model.bf16 and parallel.accumulate_allreduce_grads_in_fp32
+    if lowered and parallel.data_parallel_strategy == "torch_ddp":
+        yield error(
+            "--data-parallel-strategy",
+            "torch_ddp accumulates and reduces the gradients of a --bf16 model in bf16",
+            "say so with --no-accumulate-allreduce-grads-in-fp32, or use --data-parallel-strategy megatron_ddp",
+        )
 
 
 def _batch(config: RunConfig) -> Iterator[Finding]:

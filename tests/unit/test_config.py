@@ -113,6 +113,7 @@ def test_a_healthy_command_line_has_no_errors() -> None:
         (["--context-parallel-size", "2"], "--context-parallel-size", "not supported"),
         (["--bf16", "--fp64"], "--bf16, --fp64", "choose one"),
         (["--data-path", "/"], "--mock-data, --data-path", "drop one"),
+        (["--bf16", "--data-parallel-strategy", "torch_ddp"], "--data-parallel-strategy", "--no-accumulate-allreduce"),
         (["--lr-warmup-iters", "3"], "--lr-warmup-iters", "use --lr-warmup-iters 0"),
         (["--min-lr", "1"], "--min-lr", "above --lr"),
         (["--train-iters", "0"], "--train-iters", "not positive"),
