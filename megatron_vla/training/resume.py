@@ -36,7 +36,8 @@ HARMLESS_FIELDS = frozenset(
         "data.video_backend",  # every backend delivers the same frame by index
         "data.video_decoder_cache_size",
         "data.data_cache_path",
-        "data.statistics_path",  # the statistics of a resume come from the checkpoint
+        "data.statistics_path",  # statistics and tokenizer of a resume come from the checkpoint
+        "data.tokenizer_model",
         "data.statistics_quantiles",
         "data.allow_foreign_statistics",
         "data.max_out_of_range_fraction",

@@ -124,6 +124,18 @@ def test_a_healthy_command_line_has_no_errors() -> None:
         (["--save", "/proc/version/x"], "--save", "is a file"),
         (["--model-action-representation", "delta"], "--delta-action-dims", "for example"),
         (["--delta-action-dims", "0"], "--delta-action-dims", "no effect"),
+        (["--lr", "nan"], "--lr", "not a finite number"),
+        (["--distributed-timeout-minutes", "inf"], "--distributed-timeout-minutes", "not a finite number"),
+        (["--norm-epsilon", "nan"], "--norm-epsilon", "not a finite number"),
+        (["--adam-eps", "-1"], "--adam-eps", "not positive"),
+        (["--seed", str(2**63)], "--seed", "63 bits"),
+        (["--mock-num-samples", "0"], "--mock-num-samples", "1 or more"),
+        (["--mock-num-cameras", "0"], "--mock-num-cameras", "1 or more"),
+        (["--mock-prompt-length", "0"], "--mock-prompt-length", "1 or more"),
+        (["--vocab-size", "19"], "--vocab-size", "use --vocab-size 20"),
+        (["--tensorboard"], "--tensorboard", "--log-dir"),
+        (["--log-dir", "/proc/version/x"], "--log-dir", "is a file"),
+        (["--wandb-name", "x"], "--wandb-name", "add --wandb-project"),
     ],
 )
 def test_each_rule_names_its_flag_and_a_way_out(words: list[str], where: str, says: str) -> None:
