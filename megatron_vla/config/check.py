@@ -9,11 +9,13 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_vla.config.cli import flag_name
 from megatron_vla.config.run import SECTIONS, RunConfig
+from megatron_vla.config.training import LoggingConfig
 from megatron_vla.data.mock import FIRST_TOKEN, NUM_PHASES
 from megatron_vla.findings import Finding, error, warning
 
@@ -138,6 +140,9 @@ def _mock(config: RunConfig) -> Iterator[Finding]:
     ):
         if value <= 0:
             yield error(flag, f"{value} is not positive", f"use {flag} 1 or more")
+    if "mock_prompt_length" in config.given and data.mock_prompt_length > family.max_prompt_length:
+        what = f"{data.mock_prompt_length} is more than --max-prompt-length {family.max_prompt_length}"
+        yield error("--mock-prompt-length", what, f"use --mock-prompt-length {family.max_prompt_length} or less")
     if family.vocab_size < SMALLEST_MOCK_VOCABULARY:
         what = f"{family.vocab_size} is too small for the {SMALLEST_MOCK_VOCABULARY} token ids of mock samples"
         yield error("--vocab-size", what, f"use --vocab-size {SMALLEST_MOCK_VOCABULARY} or more")
@@ -223,3 +228,19 @@ def _logging(config: RunConfig) -> Iterator[Finding]:
         yield error("--tensorboard", "there is no folder to write to", "add --log-dir FOLDER or --save FOLDER")
     if logging.wandb_name is not None and logging.wandb_project is None:
         yield error("--wandb-name", "has no effect without --wandb-project", "add --wandb-project PROJECT, or drop it")
+    yield from _optional_loggers(logging)
+
+
+def _optional_loggers(logging: LoggingConfig) -> Iterator[Finding]:
+    """Packages and credentials of loggers that are asked for: without them they fail on rank 0 after everybody has met."""
+    for flag, wanted, package in (
+        ("--tensorboard", logging.tensorboard, "tensorboard"),
+        ("--wandb-project", logging.wandb_project is not None, "wandb"),
+    ):
+        if wanted and find_spec(package) is None:
+            yield error(flag, f"the package {package} is not installed", "pip install 'megatron-vla[log]', or drop the flag")
+    online = os.environ.get("WANDB_MODE", "online") == "online"
+    has_key = "WANDB_API_KEY" in os.environ or any((Path.home() / name).is_file() for name in (".netrc", "_netrc"))
+    if logging.wandb_project is not None and online and not has_key:
+        what = "no credentials: WANDB_API_KEY is not set and there is no .netrc"
+        yield error("--wandb-project", what, "run `wandb login`, or set WANDB_MODE=offline")

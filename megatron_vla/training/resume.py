@@ -31,6 +31,7 @@ HARMLESS_FIELDS = frozenset(
         "training.exit_interval",
         "training.check_for_nan_in_loss_and_grad",
         "family.num_inference_steps",
+        "data.data_path",  # a moved dataset is the same one: the statistics' fingerprint and the order hash prove it
         "data.num_workers",
         "data.prefetch_factor",
         "data.video_backend",  # every backend delivers the same frame by index

@@ -112,6 +112,7 @@ def test_a_healthy_command_line_has_no_errors() -> None:
         (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size", "use --tensor-model-parallel-size 1"),
         (["--context-parallel-size", "2"], "--context-parallel-size", "not supported"),
         (["--bf16", "--fp64"], "--bf16, --fp64", "choose one"),
+        (["--mock-prompt-length", "999"], "--mock-prompt-length", "use --mock-prompt-length 64"),
         (["--data-path", "/"], "--mock-data, --data-path", "drop one"),
         (["--bf16", "--data-parallel-strategy", "torch_ddp"], "--data-parallel-strategy", "--no-accumulate-allreduce"),
         (["--lr-warmup-iters", "3"], "--lr-warmup-iters", "use --lr-warmup-iters 0"),
@@ -140,6 +141,15 @@ def test_a_healthy_command_line_has_no_errors() -> None:
 )
 def test_each_rule_names_its_flag_and_a_way_out(words: list[str], where: str, says: str) -> None:
     assert says in errors_of(*words)[where]
+
+
+def test_wandb_without_credentials_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert "WANDB_MODE=offline" in errors_of("--wandb-project", "robots")["--wandb-project"]
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert errors_of("--wandb-project", "robots") == {}
 
 
 def test_N10_delta_of_a_delta_dataset_is_refused() -> None:
