@@ -9,6 +9,7 @@ from megatron_vla.data.build import build_data
 from megatron_vla.models.registry import model_family
 from megatron_vla.optimizations.apply import apply_optimizations
 from megatron_vla.parallel.data_parallel import wrap
+from megatron_vla.parallel.failure import RankWatch
 from megatron_vla.parallel.groups import ParallelGroups
 from megatron_vla.runner.build import build_runner
 from megatron_vla.training.checkpoint import TrainState
@@ -42,7 +43,7 @@ def build_run(config: RunConfig, groups: ParallelGroups) -> TrainingRun:
     schedule = build_schedule(config.optimizer, config.training.train_iters, config.global_batch_size(groups.world_size))
     state = TrainState(module, optimizer, average, schedule)
     runner = build_runner(family, model, optimizer, average, groups, config)
-    return TrainingRun(config, family, groups, supply, runner, state)
+    return TrainingRun(config, family, groups, supply, runner, state, RankWatch(groups.rank, groups.world_size))
 
 
 def take_steps(run: TrainingRun, count: int) -> list[float]:

@@ -5,7 +5,8 @@
 Reported per rung: median step time and samples/s, peak memory, model FLOP utilisation (three times the forward FLOPs of
 `model.flops_per_sample`, recomputation not counted, over the GPU's dense bf16 datasheet rate), kernels, host synchronisations
 and graph launches of one profiled steady step, the losses of the first ten steps on fixed draws and their difference to the
-rung above.
+rung above. A rung may set "num_processes": it then runs under torchrun, samples/s and memory are per GPU, and the share of the
+communication time that other kernels hide is reported.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def parse() -> argparse.Namespace:
 def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int) -> None:
     """Train `warmup + steps` steps in this process and write the rung's figures to `output`."""
     import torch
+    import torch.distributed as dist
 
     from megatron_vla.config.run import parse_args
     from megatron_vla.models.registry import model_family
@@ -53,7 +55,8 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int) ->
 
     config = parse_args(rung["flags"])
     with training_session(config, model_family(config.model.model_name)) as run:
-        on_gpu = run.groups.device.type == "cuda"
+        groups = run.groups
+        on_gpu = groups.device.type == "cuda"
         stepper = _Stepper(run, warmup + steps + 1)
         losses: list[torch.Tensor] = []
         times_ms: list[float] = []
@@ -62,12 +65,14 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int) ->
             losses.append(loss)
             if iteration >= warmup:
                 times_ms.append(elapsed_ms)
-        peak_gib = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+        peaks_gib: list[float] = [0.0] * groups.world_size
+        dist.all_gather_object(peaks_gib, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0, group=groups.host_group)
         profiled = _profile_step(stepper) if on_gpu else {"kernels": None, "host_syncs": None, "graph_launches": None}
-        samples = config.global_batch_size(run.groups.world_size)
+        samples = config.global_batch_size(groups.world_size) / groups.world_size
         shapes = {name: list(tensor.shape) for name, tensor in stepper.last_batch.tensors().items()}
         num_views, prompt_length = shapes["camera_is_present_BV"][1], shapes["tokens_BL"][1]
-        flops = 3.0 * run.state.module.flops_per_sample(num_views, prompt_length)
+        module: Any = run.state.module
+        flops = 3.0 * module.flops_per_sample(num_views, prompt_length)
         step_ms = statistics.median(times_ms)
         name = torch.cuda.get_device_name() if on_gpu else ""
         peak_rate = next((rate for piece, rate in PEAK_BF16_FLOPS.items() if piece in name), None)
@@ -75,17 +80,19 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int) ->
             "name": rung["name"],
             "flags": rung["flags"],
             "precision": "bf16" if config.model.bf16 else "fp32",
+            "num_gpus": groups.world_size,
             "samples_per_s": round(samples / step_ms * 1e3, 2),
             "step_ms": round(step_ms, 2),
             "step_ms_min_max": [round(min(times_ms), 2), round(max(times_ms), 2)],
-            "peak_memory_gib": None if peak_gib is None else round(peak_gib, 2),
+            "peak_memory_gib": round(max(peaks_gib), 2) if on_gpu else None,
             "model_tflop_per_sample": round(flops / 1e12, 3),
             "mfu": round(flops * samples / (step_ms * 1e-3) / peak_rate, 4) if peak_rate else None,
             **profiled,
             "losses": [float(loss) for loss in losses[:NUM_COMPARED_LOSSES]],
             "batch": shapes,
         }
-    output.write_text(json.dumps(result))
+        if groups.is_main:
+            output.write_text(json.dumps(result))
 
 
 class _Stepper:
@@ -95,6 +102,7 @@ class _Stepper:
         groups = run.groups
         self.run = run
         self.iteration = 0
+        # Every process asks for the same number of steps, the profiled one included.
         self.batches = run.supply.iterator(
             0, groups.data_parallel_rank, groups.data_parallel_size, num_iterations, groups.device.type == "cuda"
         )
@@ -149,7 +157,29 @@ def _profile_step(stepper: _Stepper) -> dict[str, int]:
         "copies": sum(e.name.startswith(copies) for e in on_device),
         "host_syncs": sum(e.name in HOST_SYNC_CALLS and e.time_range.start < end for e in events),
         "graph_launches": sum(e.name == "cudaGraphLaunch" for e in events),
+        **_communication(on_device),
     }
+
+
+def _communication(on_device: list[Any]) -> dict[str, float]:
+    """Time in NCCL kernels, and the share of it during which no other kernel ran on this GPU."""
+
+    def spans(of_nccl: bool) -> list[tuple[float, float]]:
+        chosen = [e.time_range for e in on_device if e.name.startswith("nccl") == of_nccl]
+        return sorted((r.start, r.end) for r in chosen)
+
+    busy: list[list[float]] = []
+    for start, end in spans(of_nccl=False):
+        if busy and start <= busy[-1][1]:
+            busy[-1][1] = max(busy[-1][1], end)
+        else:
+            busy.append([start, end])
+    communication = spans(of_nccl=True)
+    total = sum(end - start for start, end in communication)
+    if total == 0:
+        return {}
+    hidden = sum(max(0.0, min(end, b) - max(start, a)) for start, end in communication for a, b in busy)
+    return {"communication_ms": round(total / 1e3, 2), "exposed_communication_ms": round((total - hidden) / 1e3, 2)}
 
 
 def run_ladder(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -164,7 +194,9 @@ def run_ladder(arguments: argparse.Namespace) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             task, output = Path(folder) / "rung.json", Path(folder) / "result.json"
             task.write_text(json.dumps({"name": rung["name"], "flags": flags, "output": str(output)}))
-            command = [sys.executable, __file__, "--worker", str(task)]
+            processes = rung.get("num_processes", 1)
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+            command = [sys.executable, *(launcher if processes > 1 else []), __file__, "--worker", str(task)]
             command += ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
             finished = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
             if finished.returncode:
@@ -175,7 +207,8 @@ def run_ladder(arguments: argparse.Namespace) -> dict[str, Any]:
             results.append(json.loads(output.read_text()))
         _compare(results)
         print(_line(results[-1]), flush=True)
-    return {**_environment(), "workload": _workload(ladder, results), "rungs": results}
+    num_gpus = max((r.get("num_gpus", 1) for r in results), default=1)
+    return {**_environment(), "num_gpus": num_gpus, "workload": _workload(ladder, results), "rungs": results}
 
 
 def _compare(results: list[dict[str, Any]]) -> None:
@@ -196,14 +229,14 @@ def _environment() -> dict[str, Any]:
     versions["megatron-core"] = version("megatron-core")
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none (CPU)"
     command = "python " + " ".join(sys.argv)
-    return {"gpu": gpu, "num_gpus": 1, "date": datetime.date.today().isoformat(), "versions": versions, "command": command}
+    return {"gpu": gpu, "date": datetime.date.today().isoformat(), "versions": versions, "command": command}
 
 
 def _workload(ladder: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
     from megatron_vla.config.run import parse_args
 
     config = parse_args(ladder["common_flags"])
-    batch = next((r["batch"] for r in results if "batch" in r), {})
+    batch: dict[str, Any] = next((r["batch"] for r in results if "batch" in r), {})
     return {
         "model": f"{config.model.model_name} {config.model.model_variant}",
         "micro_batch_size": config.training.micro_batch_size,

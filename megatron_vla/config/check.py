@@ -5,20 +5,28 @@ Every rule yields a `Finding` that names the flag and a value that works, and al
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron_vla.config.cli import flag_name
 from megatron_vla.config.run import RunConfig
+from megatron_vla.config.training import LoggingConfig
+from megatron_vla.data.mock import FIRST_TOKEN, NUM_PHASES
 from megatron_vla.findings import Finding, error, warning
 from megatron_vla.parallel.groups import layout_size_findings
 from megatron_vla.parallel.stage_plan import layout_findings
 
+SMALLEST_MOCK_VOCABULARY = FIRST_TOKEN + NUM_PHASES
+MAX_SEED = 2**63 - 1  # torch's generators take a signed 64-bit seed
+
 
 def check(config: RunConfig, family: Any, world_size: int) -> list[Finding]:
     """All findings about the flags of one run on `world_size` ranks, the family's own rules included."""
-    rules = (_numbers, _precision, _batch, _schedule, _data, _paths, _checkpoints)
+    rules = (_finite, _numbers, _precision, _batch, _mock, _schedule, _data, _paths, _checkpoints, _logging)
     findings = [finding for rule in rules for finding in rule(config)]
     findings += _layout(config)
     sizes = layout_size_findings(config.parallel, world_size)
@@ -135,6 +143,15 @@ def _data_parallel(config: RunConfig, world_size: int) -> Iterator[Finding]:
         )
 
 
+def _finite(config: RunConfig) -> Iterator[Finding]:
+    """NaN compares false with everything, so it would pass every limit below."""
+    sections = {name: fields for name, fields in config.to_dict().items() if name != "given"}
+    for fields in sections.values():
+        for name, value in fields.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                yield error(flag_name(name), f"{value} is not a finite number", "give a finite value, or leave the flag out")
+
+
 def _numbers(config: RunConfig) -> Iterator[Finding]:
     positive = (
         ("--micro-batch-size", config.training.micro_batch_size, 1),
@@ -169,6 +186,10 @@ def _numbers(config: RunConfig) -> Iterator[Finding]:
     ):
         if value < 0:
             yield error(flag, f"{value} is negative", f"use {flag} 0 or more")
+    if config.optimizer.adam_eps <= 0:
+        yield error("--adam-eps", f"{config.optimizer.adam_eps} is not positive", "for example --adam-eps 1e-8")
+    if config.training.seed > MAX_SEED:
+        yield error("--seed", f"{config.training.seed} does not fit into 63 bits", f"use --seed {MAX_SEED} or less")
     for flag, value in (("--adam-beta1", config.optimizer.adam_beta1), ("--adam-beta2", config.optimizer.adam_beta2)):
         if not 0 <= value < 1:
             yield error(flag, f"{value} is outside [0, 1)", f"for example {flag} 0.9")
@@ -188,6 +209,25 @@ def _batch(config: RunConfig) -> Iterator[Finding]:
         yield error("--mock-data, --data-path", "both are set", "drop one of them")
     if not data.mock_data and not data.data_path:
         yield error("--data-path", "no dataset given", "name a LeRobot dataset folder, or use --mock-data")
+
+
+def _mock(config: RunConfig) -> Iterator[Finding]:
+    data, family = config.data, config.family
+    if not data.mock_data:
+        return
+    for flag, value in (
+        ("--mock-num-samples", data.mock_num_samples),
+        ("--mock-num-cameras", data.mock_num_cameras),
+        ("--mock-prompt-length", data.mock_prompt_length),
+    ):
+        if value <= 0:
+            yield error(flag, f"{value} is not positive", f"use {flag} 1 or more")
+    if "mock_prompt_length" in config.given and data.mock_prompt_length > family.max_prompt_length:
+        what = f"{data.mock_prompt_length} is more than --max-prompt-length {family.max_prompt_length}"
+        yield error("--mock-prompt-length", what, f"use --mock-prompt-length {family.max_prompt_length} or less")
+    if family.vocab_size < SMALLEST_MOCK_VOCABULARY:
+        what = f"{family.vocab_size} is too small for the {SMALLEST_MOCK_VOCABULARY} token ids of mock samples"
+        yield error("--vocab-size", what, f"use --vocab-size {SMALLEST_MOCK_VOCABULARY} or more")
 
 
 def _schedule(config: RunConfig) -> Iterator[Finding]:
@@ -249,9 +289,40 @@ def _checkpoints(config: RunConfig) -> Iterator[Finding]:
     if checkpoint.save is None:
         yield warning("--save", "no checkpoint will be written", "add --save FOLDER to keep the trained model")
         return
-    folder = Path(checkpoint.save)
+    yield from _writable("--save", checkpoint.save)
+
+
+def _writable(flag: str, path: str) -> Iterator[Finding]:
+    """Whether a folder can be made at `path`."""
+    folder = Path(path)
     existing = next((p for p in (folder, *folder.parents) if p.exists()), Path("."))
     if not existing.is_dir():
-        yield error("--save", f"{existing} is a file", "name a folder")
+        yield error(flag, f"{existing} is a file", "name a folder")
     elif not os.access(existing, os.W_OK):
-        yield error("--save", f"{existing} is not writable", "name a writable folder")
+        yield error(flag, f"{existing} is not writable", "name a writable folder")
+
+
+def _logging(config: RunConfig) -> Iterator[Finding]:
+    logging = config.logging
+    if logging.log_dir is not None:
+        yield from _writable("--log-dir", logging.log_dir)
+    if logging.tensorboard and logging.log_dir is None and config.checkpoint.save is None:
+        yield error("--tensorboard", "there is no folder to write to", "add --log-dir FOLDER or --save FOLDER")
+    if logging.wandb_name is not None and logging.wandb_project is None:
+        yield error("--wandb-name", "has no effect without --wandb-project", "add --wandb-project PROJECT, or drop it")
+    yield from _optional_loggers(logging)
+
+
+def _optional_loggers(logging: LoggingConfig) -> Iterator[Finding]:
+    """Packages and credentials of loggers that are asked for: without them they fail on rank 0 after everybody has met."""
+    for flag, wanted, package in (
+        ("--tensorboard", logging.tensorboard, "tensorboard"),
+        ("--wandb-project", logging.wandb_project is not None, "wandb"),
+    ):
+        if wanted and find_spec(package) is None:
+            yield error(flag, f"the package {package} is not installed", "pip install 'megatron-vla[log]', or drop the flag")
+    online = os.environ.get("WANDB_MODE", "online") == "online"
+    has_key = "WANDB_API_KEY" in os.environ or any((Path.home() / name).is_file() for name in (".netrc", "_netrc"))
+    if logging.wandb_project is not None and online and not has_key:
+        what = "no credentials: WANDB_API_KEY is not set and there is no .netrc"
+        yield error("--wandb-project", what, "run `wandb login`, or set WANDB_MODE=offline")

@@ -89,7 +89,7 @@ class DataConfig:
     """Leave out samples whose window holds NaN or Inf (printed with a count). Off: refuse them, located."""
 
     drop_idle_frames: bool = False
-    """Leave out samples whose state does not move to the next frame (printed with a count); other windows keep their actions."""
+    """Leave out samples whose state does not move to the next frame (printed with a count)."""
 
     exclude_episodes_file: str | None = None
     """Text file with one episode index per line to leave out (tools/check_dataset.py writes one)."""

@@ -20,4 +20,4 @@ class OptimizationConfig:
     """Modules whose activations are recomputed in backward: dotted names, '*' stands for one segment."""
 
     allow_tf32: bool = False
-    """Let fp32 matmuls use TF32 on GPUs (openpi and LeRobot trainers do)."""
+    """Let fp32 matmuls and convolutions use TF32 on GPUs (openpi and LeRobot trainers do)."""

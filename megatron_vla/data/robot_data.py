@@ -100,7 +100,7 @@ def _width_findings(config: RunConfig, table: EpisodeTable, state_is_model_input
         what = f"the dataset's {data.action_key} has {action_dim} dimensions, the model takes at most {model.max_action_dim}"
         fix = (
             f"use --max-action-dim {action_dim} or more; it gives action_in_proj and action_out_proj other shapes, so with "
-            "--pretrained-checkpoint these layers start from random weights"
+            "--pretrained-checkpoint add --pretrained-reinitialize action_in_proj action_out_proj (random weights)"
         )
         findings.append(error("--max-action-dim", what, fix))
     if state_dim > model.max_action_dim and state_is_model_input:

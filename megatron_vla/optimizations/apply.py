@@ -11,12 +11,12 @@ from collections.abc import Callable
 from torch import nn
 
 from megatron_vla.config.optimization import OptimizationConfig
-from megatron_vla.optimizations import activation_checkpoint
+from megatron_vla.optimizations import activation_checkpoint, tf32
 
 Optimization = Callable[[nn.Module, OptimizationConfig, Callable[[str], None]], nn.Module]
 
 # Order matters: what swaps modules comes first, then what wraps their forward.
-OPTIMIZATIONS: tuple[Optimization, ...] = (activation_checkpoint.apply,)
+OPTIMIZATIONS: tuple[Optimization, ...] = (tf32.apply, activation_checkpoint.apply)
 
 
 def apply_optimizations(model: nn.Module, config: OptimizationConfig, report: Callable[[str], None] = print) -> nn.Module:

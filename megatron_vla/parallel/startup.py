@@ -62,13 +62,15 @@ def self_test(device: torch.device, world_size: int) -> float | None:
     if world_size == 1:
         return None
     numel = SELF_TEST_BYTES[device.type] // 4
-    ones = torch.ones(numel, device=device)
-    dist.all_reduce(ones)  # the first one sets connections up; only the second is timed
+    values = torch.full((numel,), 1.0 / world_size, device=device)
+    dist.all_reduce(values)  # the first one sets connections up; only the second is timed
+    values.fill_(1.0)
+    float(values[0])
     start = time.perf_counter()
-    values = torch.ones(numel, device=device)
     dist.all_reduce(values)
-    lowest, highest = float(values.min()), float(values.max())
+    float(values[0])  # waits for the device
     seconds = time.perf_counter() - start
+    lowest, highest = float(values.min()), float(values.max())
     if lowest != world_size or highest != world_size:
         raise RuntimeError(
             f"all-reduce self-test: expected {world_size} everywhere, found {lowest} to {highest}. "

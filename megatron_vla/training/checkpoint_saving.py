@@ -17,6 +17,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,12 @@ class Snapshot:
 
 
 def _versions() -> dict[str, str]:
-    return {"megatron_vla": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "megatron_vla": __version__,
+        "megatron_core": version("megatron-core"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def _state_json(state: TrainState, config: RunConfig, groups: ParallelGroups, order_hash: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron_vla.config.run import RunConfig
 from megatron_vla.data.batch import Batch
 from megatron_vla.models.registry import ModelFamily
+from megatron_vla.parallel.failure import RankWatch
 from megatron_vla.parallel.groups import ParallelGroups, shorten_timeouts
 from megatron_vla.runner.eager import EagerRunner
 from megatron_vla.training.checkpoint import TrainState
@@ -31,10 +32,12 @@ from megatron_vla.training.signals import StopSignals
 
 
 class TimedIterator:
-    """Counts the seconds that the loop waits for the next batch."""
+    """Counts the seconds that the loop waits for the next batch, and tells the watch about the wait."""
 
-    def __init__(self, batches: Iterator[Batch]):
+    def __init__(self, batches: Iterator[Batch], watch: RankWatch):
         self._batches = batches
+        self._watch = watch
+        self.iteration = 0
         self.wait_seconds = 0.0
 
     def __iter__(self) -> TimedIterator:
@@ -42,7 +45,9 @@ class TimedIterator:
 
     def __next__(self) -> Batch:
         start = time.perf_counter()
+        self._watch.enter(f"waiting for data of iteration {self.iteration}")
         batch = next(self._batches)
+        self._watch.enter(f"training iteration {self.iteration}")
         self.wait_seconds += time.perf_counter() - start
         return batch
 
@@ -62,6 +67,7 @@ class TrainingRun:
     supply: Any
     runner: EagerRunner
     state: TrainState
+    watch: RankWatch
 
 
 def train(run: TrainingRun) -> None:
@@ -95,7 +101,9 @@ class _Loop:
         self.global_batch_size = run.config.global_batch_size(run.groups.world_size)
         self.window = MetricWindow()
         self.window_start = time.perf_counter()
-        self.saved_at: int | None = None
+        # A resumed run that has nothing left to do must not write its own checkpoint again.
+        resumed_here = run.state.iteration > 0 and run.config.checkpoint.load == run.config.checkpoint.save
+        self.saved_at: int | None = run.state.iteration if resumed_here else None
         can_save = run.config.checkpoint.save is not None
         self.saver = CheckpointSaver(run.config, run.groups, run.supply) if can_save else None
 
@@ -104,7 +112,7 @@ class _Loop:
         first = self.state.iteration
         # Opened inside StopSignals: worker processes inherit handlers that leave Ctrl-C to this process.
         with closing(self._open(self.state.consumed_samples, max(0, training.train_iters - first))) as source:
-            batches = TimedIterator(source)
+            batches = TimedIterator(source, self.run_parts.watch)
             reason = "all iterations are done"
             while self.state.iteration < training.train_iters:
                 self._step(batches)
@@ -137,6 +145,7 @@ class _Loop:
 
     def _step(self, batches: TimedIterator) -> None:
         learning_rate = self.state.schedule.learning_rate(self.state.consumed_samples)
+        batches.iteration = self.state.iteration + 1
         metrics = self.run_parts.runner.step(batches, learning_rate)
         self.state.iteration += 1
         self.state.consumed_samples += self.global_batch_size
@@ -190,6 +199,7 @@ class _Loop:
     def _save(self) -> None:
         if self.saver is None or self.saved_at == self.state.iteration:
             return
+        self.run_parts.watch.enter(f"saving the checkpoint of iteration {self.state.iteration}")
         # With overlapped gathers the model's weights are those of the last forward pass until somebody asks.
         self.run_parts.runner.model.gather_parameters()
         self._message(self.saver.save(self.state))

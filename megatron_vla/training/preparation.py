@@ -8,7 +8,7 @@ from megatron_vla.config.check import check
 from megatron_vla.config.run import RunConfig
 from megatron_vla.data.build import DataSupply, build_data
 from megatron_vla.data.report import first_batch_report
-from megatron_vla.findings import raise_errors
+from megatron_vla.findings import CheckError, error, raise_errors
 from megatron_vla.models.registry import ModelFamily
 from megatron_vla.training.checkpoint_folder import CheckpointFolder
 from megatron_vla.training.logging import log_folder, print_once
@@ -20,9 +20,13 @@ def prepare(config: RunConfig, family: ModelFamily, world_size: int) -> tuple[Ch
 
     Raises CheckError with every finding about flags and checkpoint, then with every finding about the data.
     """
-    resume, lines = find_resume(config.checkpoint)
+    findings = check(config, family, world_size)
+    try:
+        resume, lines = find_resume(config.checkpoint)
+    except ValueError as problem:
+        raise CheckError([*findings, error("--load", str(problem), "choose another folder or --load-iteration")]) from problem
     changes, changed_lines = resume_findings(resume, config, world_size)
-    findings = check(config, family, world_size) + changes
+    findings += changes
     print_once(*lines, *changed_lines, *(f for f in findings if f.severity == "warning"))
     raise_errors(findings)
     supply = build_data(with_stored_preprocessing(config, resume), family)

@@ -32,12 +32,16 @@ HARMLESS_FIELDS = frozenset(
         "training.check_for_nan_in_loss_and_grad",
         "family.num_inference_steps",
         "data.prompt_padding",  # moves no loss, and pipelines need one length; --max-prompt-length, which cuts, is compared
+        "data.data_path",  # a moved dataset is the same one: the statistics' fingerprint and the order hash prove it
         "data.num_workers",
         "data.prefetch_factor",
         "data.video_backend",  # every backend delivers the same frame by index
         "data.video_decoder_cache_size",
         "data.data_cache_path",
-        "data.statistics_path",  # the statistics of a resume come from the checkpoint
+        "data.statistics_path",  # statistics and tokenizer of a resume come from the checkpoint
+        "data.tokenizer_model",
+        "data.statistics_quantiles",
+        "data.allow_foreign_statistics",
         "data.max_out_of_range_fraction",
     }
 )

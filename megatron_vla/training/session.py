@@ -35,7 +35,8 @@ def training_session(config: RunConfig, family: ModelFamily) -> Iterator[Trainin
     world_size = world_size_from_environment()
     resume, supply = prepare(config, family, world_size)
     groups = initialize(config.parallel)
-    with ends_all_ranks(groups.rank, groups.world_size):
+    with ends_all_ranks(groups.rank, groups.world_size) as watch:
+        watch.enter("building the model")
         if groups.pipeline_model_parallel_size > 1:
             print_once(plan_stages(family.pipeline_units(config), config.parallel).table())
         if groups.tensor_model_parallel_size > 1:
@@ -53,6 +54,6 @@ def training_session(config: RunConfig, family: ModelFamily) -> Iterator[Trainin
         if resume is not None:
             print_once(*load_checkpoint(resume, state, groups))
         runner = build_runner(family, model, optimizer, average, groups, config)
-        yield TrainingRun(config, family, groups, supply, runner, state)
+        yield TrainingRun(config, family, groups, supply, runner, state, watch)
     supply.close()
     shut_down()

@@ -14,7 +14,8 @@ from megatron_vla.parallel.groups import ParallelGroups
 
 
 class StopSignals:
-    """Catches the signals inside a `with` block; a second one gets the default treatment (ends at once).
+    """Catches the signals inside a `with` block. A second Ctrl-C ends at once; a second SIGTERM does not: batch systems send
+    it to every process and launchers pass it on, so that one request arrives twice.
 
     `poll` must be called once per iteration on every rank. With several ranks its answer is one iteration old: the agreement
     travels over gloo while the next step runs, so neither the host nor the device waits for it.
@@ -40,7 +41,8 @@ class StopSignals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name
-        signal.signal(number, self._previous[number])
+        if number == signal.SIGINT:
+            signal.signal(number, self._previous[number])
 
     def poll(self) -> bool:
         """Whether any rank had received a signal (by the previous call, with several ranks)."""

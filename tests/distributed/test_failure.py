@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -40,10 +41,11 @@ def _fail(rank: int, port: int, output: str) -> None:
 
 
 def _time_out(rank: int, port: int, output: str) -> None:
-    """With the long timeout rank 0 waits; with the short one it gives up, and says so."""
+    """With the long timeout rank 0 waits; with the short one it gives up, and says what rank 1 was doing."""
     import torch
 
     from megatron_vla.config.parallel import ParallelConfig
+    from megatron_vla.parallel.failure import ends_all_ranks
     from megatron_vla.parallel.groups import shorten_timeouts
 
     dist = _join(rank, port)
@@ -58,14 +60,17 @@ def _time_out(rank: int, port: int, output: str) -> None:
         model_parallel_group=group,
     )
     shorten_timeouts(ParallelConfig(distributed_timeout_minutes=1 / 60), groups)
-    if rank == 1:
-        time.sleep(6)
     start = time.perf_counter()
     try:
-        dist.all_reduce(torch.ones(1), group=group)
+        with ends_all_ranks(rank, 2) as watch:
+            watch.enter("training iteration 7" if rank == 0 else "waiting for data of iteration 7")
+            if rank == 1:
+                time.sleep(8)
+            dist.all_reduce(torch.ones(1), group=group)
         Path(output).write_text("no timeout")
     except RuntimeError as exception:
-        Path(output).write_text(f"{time.perf_counter() - start:.2f} {exception}")
+        notes = " ".join([str(exception), *exception.__notes__])
+        Path(output).write_text(f"{time.perf_counter() - start:.2f} {notes}")
     os._exit(0)
 
 
@@ -92,4 +97,5 @@ def test_failure_of_one_rank_ends_the_other_with_the_cause_and_P01_short_timeout
     for process in waiting:
         process.join(timeout=40)
     seconds, text = (tmp_path / "b" / "rank0").read_text().split(" ", 1)
-    assert float(seconds) < 4 and "imed out" in text
+    assert float(seconds) < 6 and "imed out" in text
+    assert re.search(r"while training iteration 7; rank 1: waiting for data of iteration 7 for \d s", text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -62,7 +63,6 @@ def logged_losses(save: Path) -> list[float]:
                 "SLURM_JOB_NODELIST": "node[1-2]",
                 "SLURM_JOB_NUM_NODES": "1",
                 "SLURM_JOB_ID": "7",
-                "MASTER_PORT": "29631",
             },
             "started by srun",
         ),
@@ -70,6 +70,8 @@ def logged_losses(save: Path) -> list[float]:
 )
 def test_launcher_trains_three_iterations(script: str, environment: dict[str, str], marker: str, tmp_path: Path) -> None:
     save = tmp_path / "save"
+    with socket.create_server(("localhost", 0)) as server:
+        environment = {**environment, "MASTER_PORT": str(server.getsockname()[1])}
     result = launch(script, tmp_path, {"MOCK_DATA": "1", "SAVE": str(save), **environment}, *SMALL_FLAGS, *LOG_FLAGS)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     assert marker in result.stdout

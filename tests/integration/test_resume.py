@@ -83,7 +83,7 @@ def test_first_run_may_load_from_its_empty_save_folder(tmp_path: Path, capsys: p
     assert "starting afresh" in capsys.readouterr().out
     run(*flags)
     printed = capsys.readouterr().out
-    assert "resumed at iteration 6" in printed and "raise --train-iters" in printed
+    assert "resumed at iteration 6" in printed and "raise --train-iters" in printed and "saved" not in printed
     run(*flags, "--train-iters", "7")
     printed = capsys.readouterr().out
     assert "resume with changed flag --train-iters: 6 -> 7" in printed and "finished at iteration 7" in printed

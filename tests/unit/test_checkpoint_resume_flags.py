@@ -9,7 +9,10 @@ import pytest
 from training_fixtures import tiny_config
 
 from megatron_vla.config.run import SECTIONS, RunConfig
+from megatron_vla.findings import CheckError
+from megatron_vla.models.registry import model_family
 from megatron_vla.training.checkpoint_folder import POINTER, CheckpointFolder, iteration_folder
+from megatron_vla.training.preparation import prepare
 from megatron_vla.training.resume import (
     HARMLESS_FIELDS,
     find_resume,
@@ -112,6 +115,21 @@ def test_folder_with_only_damaged_checkpoints_is_refused(tmp_path: Path) -> None
     (iteration_folder(tmp_path, 10) / "state.json").write_text("{")
     with pytest.raises(ValueError, match=r"no complete checkpoint.*state\.json is unreadable"):
         find_resume(tiny_config("--load", str(tmp_path)).checkpoint)
+
+
+def test_K09_another_tokenizer_path_is_no_danger(tmp_path: Path) -> None:
+    """The stored tokenizer is used whatever the flag says, so a moved file must not stop a resume."""
+    found = stored(tmp_path, tiny_config("--tokenizer-model", "old/tokenizer.model"))
+    findings, lines = resume_findings(found, tiny_config(), 1)
+    assert not [f for f in findings if f.severity == "error"]
+    assert any("--tokenizer-model: old/tokenizer.model -> not set" in line for line in lines)
+
+
+def test_bad_load_is_one_finding_among_all(tmp_path: Path) -> None:
+    config = tiny_config("--load", str(tmp_path), "--load-iteration", "15", "--lr", "nan")
+    with pytest.raises(CheckError) as caught:
+        prepare(config, model_family("pi05"), 1)
+    assert {"--load", "--lr"} <= {f.where for f in caught.value.findings}
 
 
 def test_load_iteration(tmp_path: Path) -> None:

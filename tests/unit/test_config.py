@@ -113,6 +113,7 @@ def test_a_healthy_command_line_has_no_errors() -> None:
         (["--sequence-parallel"], "--sequence-parallel", "add --tensor-model-parallel-size 2"),
         (["--context-parallel-size", "2"], "--context-parallel-size", "not supported"),
         (["--bf16", "--fp64"], "--bf16, --fp64", "choose one"),
+        (["--mock-prompt-length", "999"], "--mock-prompt-length", "use --mock-prompt-length 64"),
         (["--data-path", "/"], "--mock-data, --data-path", "drop one"),
         (["--lr-warmup-iters", "3"], "--lr-warmup-iters", "use --lr-warmup-iters 0"),
         (["--min-lr", "1"], "--min-lr", "above --lr"),
@@ -134,10 +135,31 @@ def test_a_healthy_command_line_has_no_errors() -> None:
         (["--fsdp-replicate-size", "1"], "--fsdp-replicate-size", "drop it"),
         (["--data-parallel-strategy", "fsdp2", "--fsdp-replicate-size", "2"], "--fsdp-replicate-size", "does not divide"),
         (["--bf16", "--data-parallel-strategy", "torch_ddp"], "--data-parallel-strategy", "--no-accumulate-allreduce"),
+        (["--lr", "nan"], "--lr", "not a finite number"),
+        (["--distributed-timeout-minutes", "inf"], "--distributed-timeout-minutes", "not a finite number"),
+        (["--norm-epsilon", "nan"], "--norm-epsilon", "not a finite number"),
+        (["--adam-eps", "-1"], "--adam-eps", "not positive"),
+        (["--seed", str(2**63)], "--seed", "63 bits"),
+        (["--mock-num-samples", "0"], "--mock-num-samples", "1 or more"),
+        (["--mock-num-cameras", "0"], "--mock-num-cameras", "1 or more"),
+        (["--mock-prompt-length", "0"], "--mock-prompt-length", "1 or more"),
+        (["--vocab-size", "19"], "--vocab-size", "use --vocab-size 20"),
+        (["--tensorboard"], "--tensorboard", "--log-dir"),
+        (["--log-dir", "/proc/version/x"], "--log-dir", "is a file"),
+        (["--wandb-name", "x"], "--wandb-name", "add --wandb-project"),
     ],
 )
 def test_each_rule_names_its_flag_and_a_way_out(words: list[str], where: str, says: str) -> None:
     assert says in errors_of(*words)[where]
+
+
+def test_wandb_without_credentials_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert "WANDB_MODE=offline" in errors_of("--wandb-project", "robots")["--wandb-project"]
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert errors_of("--wandb-project", "robots") == {}
 
 
 def test_N10_delta_of_a_delta_dataset_is_refused() -> None:

@@ -100,6 +100,17 @@ def test_nothing_forbidden_in_the_code() -> None:
     assert not found
 
 
+def test_no_leftovers_in_any_text() -> None:
+    """No path of one person's machine, no note to self."""
+    leftovers = re.compile(r"(?<![\w.:/-])/(?:home|root|work|Users)/[\w.]+|\bFIXME\b")
+    found = []
+    for path in tracked_files():
+        if path.suffix in (".py", ".md", ".sh", ".sbatch", ".toml", ".json", ".yml", ".cu", "") and path != Path(__file__):
+            for match in leftovers.finditer(path.read_text(errors="replace")):
+                found.append(f"{path.relative_to(ROOT)}: {match.group()}")
+    assert not found
+
+
 def test_no_drawer_for_everything() -> None:
     names = [str(p.relative_to(ROOT)) for p in python_files() if FORBIDDEN_FILE_NAMES.match(p.name)]
     assert not names

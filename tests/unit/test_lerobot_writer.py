@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from make_fixture_dataset import CAMERAS, LENGTHS, code_frame, make_dataset, motion
+from make_fixture_dataset import CAMERAS, LENGTHS, code_frame, make_dataset, motion, read_code
 
+from megatron_vla.data.frame_source import FrameSource
 from megatron_vla.data.lerobot_statistics import ImageHistogram, column_statistics
 from megatron_vla.data.lerobot_writer import LeRobotWriter
 from megatron_vla.data.metadata import read_metadata
@@ -186,3 +187,26 @@ def test_scalar_matrix_bool_and_text_features(tmp_path: Path) -> None:
     assert table["next.done"].to_pylist() == done.tolist()
     assert table["note"].to_pylist() == note.tolist()
     assert table["next.reward"].to_pylist() == [0, 1, 2, 3]
+
+
+def test_files_roll_by_size_and_chunks_fill_up(tmp_path: Path) -> None:
+    """A limit of 0 MB starts a file per episode; two files make a chunk. What is read back is what was written."""
+    features = {"action": {"dtype": "float32", "shape": (7,)}, "cam": {"dtype": "video", "shape": (48, 64, 3)}}
+    writer = LeRobotWriter(
+        tmp_path / "d", fps=10, features=features, data_files_size_in_mb=0, video_files_size_in_mb=0, chunks_size=2
+    )
+    for e in range(5):
+        frames = (code_frame(0, e, k) for k in range(4))
+        writer.add_episode({"action": motion(e, 4)[1]}, {"cam": frames}, f"task {e}")
+    root = writer.finalize()
+    table, _ = read_metadata(root)
+    expected = [f"chunk-00{n // 2}/file-00{n % 2}" for n in range(5)]
+    assert [table.data.relative_path(n) for n in range(5)] == [f"data/{name}.parquet" for name in expected]
+    video = table.videos["cam"].files
+    assert [video.relative_path(n) for n in range(5)] == [f"videos/cam/{name}.mp4" for name in expected]
+    source = FrameSource(table, "pyav", 2)
+    for e in range(5):
+        assert [read_code(f) for f in source.frames("cam", e, range(4))] == [(0, e, k) for k in range(4)]
+        rows = pq.read_table(table.data.path_of(e))
+        assert rows["index"].to_pylist() == list(range(4 * e, 4 * e + 4))
+        assert table.task_texts[rows["task_index"][0].as_py()] == f"task {e}"

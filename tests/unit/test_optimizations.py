@@ -126,3 +126,18 @@ def test_checkpointed_model_samples_the_same_actions() -> None:
     model = apply_optimizations(tiny_model(), checkpointing("layers.*", "vision_tower.layers.*"), lambda line: None)
     actions = [m.sample_actions(batch, 3, batch.noise_BTA) for m in (plain, model)]
     assert torch.equal(*actions)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_tf32_is_switched_both_ways(allowed: bool) -> None:
+    """torch's own defaults are mixed (convolutions yes, products no): the flag decides both."""
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = products.allow_tf32, convolutions.allow_tf32
+    try:
+        products.allow_tf32 = convolutions.allow_tf32 = not allowed
+        model, lines = nn.Linear(2, 2), []
+        assert apply_optimizations(model, OptimizationConfig(allow_tf32=allowed), lines.append) is model
+        assert products.allow_tf32 is allowed and convolutions.allow_tf32 is allowed
+        assert any("TF32" in line for line in lines) is allowed
+    finally:
+        products.allow_tf32, convolutions.allow_tf32 = before

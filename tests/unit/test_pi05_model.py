@@ -134,6 +134,13 @@ def test_garbage_in_padding_does_not_move_loss_or_gradients() -> None:
     assert all(torch.equal(clean[name], found[name]) for name in clean)
 
 
+def test_the_padding_token_never_learns() -> None:
+    """Row 0 of the table is padding in the reference (no gradient), even where a prompt really holds id 0."""
+    batch = tiny_batch()
+    found = gradients(tiny_model(), replaced(batch, tokens_BL=batch.tokens_BL * 0))
+    assert found["token_embedding.weight"].count_nonzero() == 0
+
+
 def test_pruned_empty_camera_slot_equals_the_padded_run() -> None:
     case = golden_case("tiny_a")
     model, batch = golden_model(case), golden_batch(case)
