@@ -57,6 +57,9 @@ class OptimizerConfig:
     adam_eps: float = 1e-8
     """Denominator term."""
 
+    fused_adam: bool = True
+    """On GPUs update fp32 main parameters in torch's fused multi-tensor kernel; off: one kernel per operation (as on CPU)."""
+
     weight_decay: float = 1e-10
     """Decoupled weight decay on every parameter (openpi 1e-10, LeRobot 0.01)."""
 

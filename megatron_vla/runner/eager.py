@@ -78,8 +78,9 @@ class EagerRunner:
         keep: Tensor | None = None
         if self.check_finite:
             self._healthy = keep = self._healthy & is_finite
-            # NaN times zero is NaN: gradients of a refused step are replaced, not scaled.
-            self.model.mask_gradients(keep)
+            if not self.optimizer.is_fused:
+                # NaN times zero is NaN: gradients of a refused step are replaced, not scaled.
+                self.model.mask_gradients(keep)
             scale = torch.where(keep, scale, 0.0)
         self.optimizer.advance(learning_rate)
         self.optimizer.step(gradients, scale, keep)

@@ -153,3 +153,21 @@ def test_clip_factor_is_torchs() -> None:
         mine = torch.tensor(gradient, dtype=torch.float64) * clip_factor(norm, 1.0)
         assert torch.allclose(mine, parameter.grad, rtol=1e-15, atol=0)
     assert float(clip_factor(torch.tensor(50.0), 0.0)) == 1.0
+
+
+def test_fused_kernel_gives_the_same_update_and_skips_a_refused_step() -> None:
+    """The kernel exists on CPU too, where it is only used here."""
+    plain, fused = AdamW(named(parameters(torch.float32)), CONFIG), AdamW(named(parameters(torch.float32)), CONFIG)
+    assert not plain.is_fused
+    fused.is_fused = True
+    for step in range(20):
+        for ours in (plain, fused):
+            ours.advance(learning_rate(step))
+            ours.step(gradients_of_step(step, torch.float32), torch.tensor(0.37), torch.tensor(True))
+    assert largest_relative_difference([p.main for p in fused.trainable], [p.main for p in plain.trainable]) <= 1e-5
+    before = {name: tensor.clone() for name, tensor in fused.state_tensors().items()}
+    weights = [p.main.clone() for p in fused.parameters]
+    fused.advance(1e-2)
+    fused.step([torch.full(shape, torch.nan) for shape in SHAPES], torch.tensor(0.0), torch.tensor(False))
+    assert all(torch.equal(before[name], tensor) for name, tensor in fused.state_tensors().items())
+    assert all(torch.equal(w, p.main) for w, p in zip(weights, fused.parameters, strict=True))
