@@ -105,7 +105,13 @@ class _UncalledModules:
         self._called.add(module)
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        for group in self._groups or ():
+        if self._groups is None:
+            # Everything at once: a gather that the hooks start for a module that nobody calls would never be waited for.
+            for group in self._model.bucket_groups:
+                if not group.param_gather_dispatched:
+                    group.start_param_sync(force_sync=True)
+            return
+        for group in self._groups:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def finish_learning(self) -> None:

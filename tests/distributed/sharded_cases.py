@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from training_fixtures import build_run, tiny_config
 
+from megatron_vla.parallel.data_parallel import wrap
 from megatron_vla.parallel.groups import initialize, shut_down
 from megatron_vla.training.loop import TrainingRun
+from megatron_vla.training.optimizer import AdamW
 from megatron_vla.training.state_shard import StateShard
 
 
@@ -188,3 +190,39 @@ def order_of_events(rank: int, flags: list[str]) -> list[str]:
         with noting("all_reduce"), mock.patch.object(param_and_grad_buffer, "dist_reduce_scatter_func", reduce_scatter):
             steps(run, 1, run.groups.world_size)
         return events
+
+
+class ReadsFromOutside(torch.nn.Module):
+    """Its last layer is never called: the parent reads the weight, as tied embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(64, 64)
+        self.second = torch.nn.Linear(64, 64)
+        self.read = torch.nn.Linear(64, 64, bias=False)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(values @ self.read.weight)))
+
+
+def train_reading_a_weight_from_outside(rank: int, overlap: bool) -> list[float]:
+    """Losses of a module whose buckets are one parameter each, without the rest of the project."""
+    flags = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--ddp-bucket-size", "100"]
+    config = tiny_config(*flags, *(["--overlap-param-gather"] if overlap else []))
+    groups = initialize(config.parallel, quiet=True)
+    torch.manual_seed(0)
+    model = wrap(ReadsFromOutside(), config.parallel, groups)
+    optimizer = AdamW(model.module.named_parameters(), config.optimizer, model.owned_part)
+    losses = []
+    for step in range(4):
+        values = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+        model.zero_gradients()
+        loss = model.forward_module(values).square().sum()
+        loss.backward()
+        model.finish_gradients()
+        optimizer.advance(1e-2)
+        optimizer.step(optimizer.gradients(), torch.tensor(1.0))
+        model.publish_parameters()
+        losses.append(float(loss.detach()))
+    shut_down()
+    return losses

@@ -91,6 +91,12 @@ def test_torch_ddp_is_megatron_ddp(pool: WorkerPool, plain: Trained) -> None:
     assert_bitwise(train(pool, "--data-parallel-strategy", "torch_ddp", *BUCKETS), plain)
 
 
+def test_a_weight_read_without_calling_its_module_is_not_stale(pool: WorkerPool) -> None:
+    at_once = [o.value for o in pool.run("train_reading_a_weight_from_outside", False)]
+    overlapped = [o.value for o in pool.run("train_reading_a_weight_from_outside", True)]
+    assert overlapped == at_once
+
+
 @pytest.mark.parametrize("extra", [(), OVERLAPPED], ids=" ".join)
 def test_a_nan_on_one_rank_stops_the_state_of_all(pool: WorkerPool, extra: tuple[str, ...]) -> None:
     for outcome in pool.run("train_with_a_bad_step", [*FLAGS, *extra], 3):
