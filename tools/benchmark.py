@@ -80,6 +80,7 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int) ->
             "name": rung["name"],
             "flags": rung["flags"],
             "precision": "bf16" if config.model.bf16 else "fp32",
+            "gpu": name or "none (CPU)",
             "num_gpus": groups.world_size,
             "samples_per_s": round(samples / step_ms * 1e3, 2),
             "step_ms": round(step_ms, 2),
@@ -183,32 +184,43 @@ def _communication(on_device: list[Any]) -> dict[str, float]:
 
 
 def run_ladder(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Every rung in its own process, in order; a rung that fails is recorded with its message and the ladder goes on."""
+    """Every rung in its own process, in order; a rung that fails is recorded with its message and the ladder goes on.
+
+    The result is written after each rung, so that an interrupted ladder keeps what it has measured.
+    """
     ladder = json.loads(arguments.ladder.read_text())
     results: list[dict[str, Any]] = []
+    result: dict[str, Any] = {}
     for rung in ladder["rungs"]:
         if arguments.rungs and rung["name"] not in arguments.rungs:
             continue
         flags = [*ladder["common_flags"], *rung["flags"], *arguments.extra_flags]
         print(f"-- {rung['name']}: pretrain_vla.py {' '.join(flags)}", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            task, output = Path(folder) / "rung.json", Path(folder) / "result.json"
-            task.write_text(json.dumps({"name": rung["name"], "flags": flags, "output": str(output)}))
-            processes = rung.get("num_processes", 1)
-            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-            command = [sys.executable, *(launcher if processes > 1 else []), __file__, "--worker", str(task)]
-            command += ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
-            finished = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-            if finished.returncode:
-                last_lines = (finished.stderr or finished.stdout).strip().splitlines()[-12:]
-                print("\n".join(last_lines), flush=True)
-                results.append({"name": rung["name"], "flags": flags, "error": last_lines[-1] if last_lines else "killed"})
-                continue
-            results.append(json.loads(output.read_text()))
-        _compare(results)
-        print(_line(results[-1]), flush=True)
-    num_gpus = max((r.get("num_gpus", 1) for r in results), default=1)
-    return {**_environment(), "num_gpus": num_gpus, "workload": _workload(ladder, results), "rungs": results}
+        results.append(_run_rung(rung, flags, arguments))
+        if "error" not in results[-1]:
+            _compare(results)
+            print(_line(results[-1]), flush=True)
+        result = {**_environment(results), "workload": _workload(ladder, results), "rungs": results}
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _run_rung(rung: dict[str, Any], flags: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one rung, or its error, from a process (or several) of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        task, output = Path(folder) / "rung.json", Path(folder) / "result.json"
+        task.write_text(json.dumps({"name": rung["name"], "flags": flags, "output": str(output)}))
+        processes = rung.get("num_processes", 1)
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command = [sys.executable, *(launcher if processes > 1 else []), __file__, "--worker", str(task)]
+        command += ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
+        finished = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+        if finished.returncode:
+            last_lines = (finished.stderr or finished.stdout).strip().splitlines()[-12:]
+            print("\n".join(last_lines), flush=True)
+            return {"name": rung["name"], "flags": flags, "error": last_lines[-1] if last_lines else "killed"}
+        result: dict[str, Any] = json.loads(output.read_text())
+        return result
 
 
 def _compare(results: list[dict[str, Any]]) -> None:
@@ -219,7 +231,8 @@ def _compare(results: list[dict[str, Any]]) -> None:
         results[-1]["loss_vs_previous"] = {"mae": sum(differences) / len(differences), "max": max(differences)}
 
 
-def _environment() -> dict[str, Any]:
+def _environment(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was measured on and with. The GPU is named by the rungs: asking here would put a context on it."""
     import platform
     from importlib.metadata import version
 
@@ -227,9 +240,14 @@ def _environment() -> dict[str, Any]:
 
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
     versions["megatron-core"] = version("megatron-core")
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none (CPU)"
     command = "python " + " ".join(sys.argv)
-    return {"gpu": gpu, "date": datetime.date.today().isoformat(), "versions": versions, "command": command}
+    return {
+        "gpu": next((r["gpu"] for r in results if "gpu" in r), "unknown"),
+        "num_gpus": max(r.get("num_gpus", 1) for r in results),
+        "date": datetime.date.today().isoformat(),
+        "versions": versions,
+        "command": command,
+    }
 
 
 def _workload(ladder: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -288,9 +306,8 @@ def main() -> None:
         return
     if arguments.ladder is None or arguments.output is None:
         raise SystemExit("--ladder and --output are required")
-    result = run_ladder(arguments)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    result = run_ladder(arguments)
     draw(result, arguments.output.with_suffix(".png"))
     print(f"wrote {arguments.output} and {arguments.output.with_suffix('.png')}")
     if any("error" in rung for rung in result["rungs"]):
