@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+AugmentationKind = Literal["none", "openpi_torch", "openpi_jax"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -94,8 +96,35 @@ class DataConfig:
     exclude_episodes_file: str | None = None
     """Text file with one episode index per line to leave out (tools/check_dataset.py writes one)."""
 
+    augmentation: AugmentationKind = "none"
+    """Random crop, rotation and colours of training images, as openpi's PyTorch or JAX code does it (they differ)."""
+
+    augmentation_device: Literal["cpu", "gpu"] = "cpu"
+    """Augment in the data workers, or on the training device in one batched pass (a quarter of the bytes to copy)."""
+
+    action_horizon_policy: Literal["clamp", "complete"] = "clamp"
+    """Frames to train on: all (chunks beyond the episode's end repeat its last action), or only those with a full chunk."""
+
     shuffle: bool = True
     """Shuffle samples each epoch. Off: storage order."""
+
+    data_access: Literal["random", "decode_once"] = "random"
+    """random: any frame at any time. decode_once: shards of episodes are decoded in one pass, shuffled inside and among them."""
+
+    shard_bytes: int = 128 << 20
+    """Decoded bytes of a shard with --data-access decode_once (a part of the sample order; larger mixes more episodes)."""
+
+    decode_lanes: int = 8
+    """Shards that are mixed at a time, over all ranks (a part of the sample order; a multiple of the data-parallel size)."""
+
+    shard_cache_bytes: int = 4 << 30
+    """Host memory per rank for decoded shards; a start that would need more is refused."""
+
+    prefetch_shards: int = 2
+    """Shards decoded ahead by the data workers; 0 decodes in the training process when a shard is needed."""
+
+    data_stall_timeout_seconds: float = 300.0
+    """End all ranks with a message naming file and worker when one waits longer for a batch; below the process-group timeout."""
 
     video_backend: Literal["auto", "pyav", "decord", "torchcodec"] = "auto"
     """Video decoder. auto: first one that decodes every codec of the dataset; an explicit choice has no fallback."""
