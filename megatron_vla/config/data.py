@@ -13,7 +13,29 @@ class DataConfig:
     """Data: datasets, cameras, prompt, normalization, loading"""
 
     data_path: tuple[str, ...] = ()
-    """Root folder of a LeRobot v2.0, v2.1 or v3.0 dataset, read in place."""
+    """Root folder of a LeRobot v2.0, v2.1, v3.0 or RLDS dataset, read in place. Several, each [NAME=]FOLDER, are mixed; the
+    name is the folder's if not given."""
+
+    data_weights: tuple[float, ...] = ()
+    """Share of each --data-path in the samples, in any unit. Not set: by size, so that each sample is seen once per epoch."""
+
+    data_override: tuple[str, ...] = ()
+    """NAME:FLAG=VALUE[,VALUE] sets a flag of this group for one dataset of a mixture, for example libero:action-key=actions."""
+
+    mixture_statistics: Literal["per_dataset", "merged"] = "per_dataset"
+    """Normalize each dataset of a mixture by its own statistics, or all by those of all samples together (equal dimensions)."""
+
+    rlds_mapping: str | None = None
+    """JSON file (or the JSON itself) with the rate and, where defaults do not fit, the keys of an RLDS dataset."""
+
+    action_fps: float | None = None
+    """Steps per second of the action chunk. Not set: the dataset's own rate, one step per frame."""
+
+    action_horizon_seconds: float | None = None
+    """Length of the action chunk in seconds, whatever the dataset's rate; sets --action-fps to --action-horizon over it."""
+
+    action_resampling: Literal["exact", "nearest", "linear"] = "exact"
+    """How a chunk gets --action-fps: every k-th frame (anything else is an error), the nearest frame, or between frames."""
 
     mock_data: bool = False
     """Deterministic synthetic samples instead of a dataset (benchmarks, launcher tests)."""
@@ -28,7 +50,8 @@ class DataConfig:
     """Valid prompt tokens of a mock sample."""
 
     camera_map: tuple[str, ...] = ()
-    """VIEW=DATASET_KEY pairs, for example base=observation.images.top; the order is the order of the model's views."""
+    """VIEW=DATASET_KEY pairs, for example base=observation.images.top; the order is the order of the model's views. In a
+    mixture NAME:VIEW=DATASET_KEY holds for one dataset; views that it does not map are empty, masked slots there."""
 
     num_images: int | None = None
     """Image slots of the model. Not set: as many as cameras are mapped. More: the rest are empty, masked slots."""
@@ -109,7 +132,7 @@ class DataConfig:
     """Shuffle samples each epoch. Off: storage order."""
 
     data_access: Literal["random", "decode_once"] = "random"
-    """random: any frame at any time. decode_once: shards of episodes are decoded in one pass, shuffled inside and among them."""
+    """random: any frame at any time. decode_once: shards of episodes are decoded in one pass and shuffled inside."""
 
     shard_bytes: int = 128 << 20
     """Decoded bytes of a shard with --data-access decode_once (a part of the sample order; larger mixes more episodes)."""
@@ -124,7 +147,7 @@ class DataConfig:
     """Shards decoded ahead by the data workers; 0 decodes in the training process when a shard is needed."""
 
     data_stall_timeout_seconds: float = 300.0
-    """End all ranks with a message naming file and worker when one waits longer for a batch; below the process-group timeout."""
+    """End all ranks, naming file and worker, when one waits longer for a batch; must be below the process-group timeout."""
 
     video_backend: Literal["auto", "pyav", "decord", "torchcodec"] = "auto"
     """Video decoder. auto: first one that decodes every codec of the dataset; an explicit choice has no fallback."""

@@ -165,10 +165,3 @@ def _facts(table: EpisodeTable, columns: Columns | None, settings: CheckSettings
         shared = min(state.shape[1], action.shape[1])
         facts["max |action - state|"] = f"{np.nanmax(np.abs(action[:, :shared] - state[:, :shared])):.4g}"
     return facts
-
-
-def padded_share(length_E: np.ndarray, horizon: int) -> float:
-    """Share of action steps beyond the end of their episode, over all samples: mean over k < horizon of min(k, L) frames per
-    L."""
-    missing = sum(int(np.minimum(k, length_E).sum()) for k in range(horizon))
-    return missing / max(1, horizon * int(length_E.sum()))
