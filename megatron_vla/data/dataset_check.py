@@ -52,12 +52,17 @@ def check_dataset_files(root: str | Path, *, deep: bool, settings: CheckSettings
 
 
 def check_dataset(
-    root: str | Path, *, deep: bool, settings: CheckSettings | None = None, max_video_files: int | None = None
+    root: str | Path,
+    *,
+    deep: bool,
+    settings: CheckSettings | None = None,
+    max_video_files: int | None = None,
+    rlds_mapping: str | None = None,
 ) -> Checked:
     """`check_dataset_files` with the exclude list and the facts. max_video_files limits the containers opened per camera."""
     settings = settings or CheckSettings()
     try:
-        table, findings = read_metadata(root)
+        table, findings = read_metadata(root, rlds_mapping)
     except ValueError as problem:
         where, _, what = str(problem).partition(": ")
         what, _, fix = what.partition(" -> ")
