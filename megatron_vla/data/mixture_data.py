@@ -19,7 +19,14 @@ from megatron_vla.config.datasets import DatasetPart
 from megatron_vla.config.run import RunConfig
 from megatron_vla.data.mixture import quotas
 from megatron_vla.data.preprocess import MIXTURE_FILE, STATISTICS_FILE, TOKENIZER_FILE, Preprocessor
-from megatron_vla.data.robot_data import OpenedData, PreparedData, SharedLayout, finish_robot_data, open_robot_data
+from megatron_vla.data.robot_data import (
+    OpenedData,
+    PreparedData,
+    SharedLayout,
+    finish_robot_data,
+    open_robot_data,
+    statistics_command,
+)
 from megatron_vla.data.statistics import Statistics, save_statistics_of_datasets
 from megatron_vla.data.statistics_pass import merged_statistics
 from megatron_vla.findings import CheckError, Finding, error, raise_errors
@@ -68,6 +75,8 @@ class PreparedMixture:
 def prepare_mixture(config: RunConfig, parts: Sequence[DatasetPart], state_is_model_input: bool) -> PreparedMixture:
     """Raises CheckError with everything found in all datasets."""
     opened = _collect(parts, lambda part: open_robot_data(_config_of(config, part), state_is_model_input))
+    # One file holds the statistics of all datasets, so it is made anew for all of them.
+    opened = [dataclasses.replace(data, command=statistics_command(config)) for data in opened]
     layout = _shared_layout(parts, opened, config.data.num_images)
     merged: Sequence[Statistics | None] = [None] * len(parts)
     if config.data.mixture_statistics == "merged":

@@ -49,6 +49,8 @@ STREAM_FLAGS = (
     "action_fps",
     "action_horizon_seconds",
     "action_resampling",
+    "data_override",
+    "mixture_statistics",
 )
 
 
@@ -121,7 +123,7 @@ def _width_findings(config: RunConfig, table: EpisodeTable, state_is_model_input
 
 
 def _statistics(
-    config: RunConfig, dataset: RobotDataset, transform: StreamTransform, samples: np.ndarray
+    config: RunConfig, dataset: RobotDataset, transform: StreamTransform, samples: np.ndarray, command: str
 ) -> tuple[Statistics | None, list[Finding], str]:
     """(statistics or None with errors, findings, one line for the log)."""
     data = config.data
@@ -130,7 +132,6 @@ def _statistics(
         statistics = compute_statistics(dataset, transform, samples, data.statistics_quantiles)
         line = f"statistics: computed from {len(samples)} samples ({statistics.quantiles} quantiles), stored in checkpoints"
         return statistics, [], line
-    command = statistics_command(config)
     found, findings = load_statistics(
         data.statistics_path, dataset, transform, len(samples), data.allow_foreign_statistics, command
     )
@@ -251,10 +252,11 @@ class SharedLayout:
 class OpenedData:
     """A dataset after every check that statistics are not needed for. `config` holds the flags of this dataset alone.
 
-    cameras and tokenizer are None when `findings` has their errors.
+    cameras and tokenizer are None when `findings` has their errors. command: how to make --statistics-path anew.
     """
 
     config: RunConfig
+    command: str
     columns: OpenedColumns
     transform: StreamTransform
     cameras: CameraMap | None
@@ -288,7 +290,7 @@ def open_robot_data(config: RunConfig, state_is_model_input: bool) -> OpenedData
     findings += columns.findings
     if tokenizer is not None:
         findings += _prompt_findings(config, columns.dataset, tokenizer)
-    return OpenedData(config, columns, transform, cameras, tokenizer, findings)
+    return OpenedData(config, statistics_command(config), columns, transform, cameras, tokenizer, findings)
 
 
 def finish_robot_data(
@@ -300,7 +302,7 @@ def finish_robot_data(
     statistics_line = "statistics: of all datasets of the mixture together"
     # Statistics over NaN or over the wrong dimensions would only add misleading findings.
     if statistics is None and not opened.columns.has_errors:
-        statistics, statistics_findings, statistics_line = _statistics(config, dataset, transform, samples)
+        statistics, statistics_findings, statistics_line = _statistics(config, dataset, transform, samples, opened.command)
         findings += statistics_findings
     if statistics is None or cameras is None or tokenizer is None:
         raise CheckError(findings)
@@ -318,15 +320,16 @@ def finish_robot_data(
         *dataset.summary,
         f"samples: {len(samples)} of {len(dataset)}",
         f"cameras: {' '.join(cameras.to_flag_values())}, {layout.num_images} image slots",
-        f"action chunk: {transform.horizon} steps at {rate:g} per second = {transform.horizon / rate:.3g} s "
-        f"(every {transform.frames_per_step:g} frames, {transform.resampling})",
+        f"action chunk: {transform.horizon} steps at {rate:g} per second = {transform.horizon / rate:.3g} s, a step is "
+        f"{transform.frames_per_step:g} frame(s) ({transform.resampling})",
         statistics_line,
         *format_range_table(ranges),
         *(str(finding) for finding in findings),
     ]
     # No table at all in the usual case that every sample stays.
     rows = None if len(samples) == len(dataset) else samples
-    expected = transform.steps.padded_share(dataset.table.length_E)
+    is_complete = config.data.action_horizon_policy == "complete"
+    expected = 0.0 if is_complete else transform.steps.padded_share(dataset.table.length_E)
     return PreparedData(dataset, preprocessor, rows, len(samples), findings, summary, expected)
 
 
