@@ -99,8 +99,8 @@ def _stalls(config: RunConfig) -> Iterator[Finding]:
     seconds, timeout = config.data.data_stall_timeout_seconds, 60 * config.parallel.distributed_timeout_minutes
     if seconds >= timeout:
         what = (
-            f"{seconds:g} is not below the {timeout:g} s of --distributed-timeout-minutes: the collective would time out first, "
-            "without naming a file"
+            f"{seconds:g} is not below the {timeout:g} s of --distributed-timeout-minutes: the collective would time out first "
+            "and name no file"
         )
         yield error("--data-stall-timeout-seconds", what, f"use --data-stall-timeout-seconds {timeout / 2:g} or less")
 

@@ -29,23 +29,24 @@ WRIST = "wrist"  # views with this word in their name keep their geometry: the g
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What is done to every view. `views` names those with a camera; `num_views - len(views)` empty ones stay black."""
+    """What is done to every view; `views` names all image slots, and slots without camera stay black."""
 
     kind: AugmentationKind
     seed: int
     image_size: int
     views: tuple[str, ...]
-    num_views: int
 
     @property
     def geometry_views(self) -> list[int]:
         """Places of the views that are cropped and rotated."""
         return [place for place, name in enumerate(self.views) if WRIST not in name]
 
-    def parameters(self, epoch: int, sample_index: int) -> np.ndarray:
+    def parameters(self, arrays: dict[str, Any], epoch: int) -> np.ndarray:
         """float32 [V, P] of one sample: a pure function of (seed, epoch, sample)."""
         moves_V = [WRIST not in name for name in self.views]
-        return augmentation_draws(self.kind, self.seed, epoch, sample_index, moves_V, self.num_views, self.image_size)
+        is_present_V = arrays["camera_is_present_BV"].tolist()
+        index = int(arrays["sample_index_B"])
+        return augmentation_draws(self.kind, self.seed, epoch, index, moves_V, is_present_V, self.image_size)
 
     def apply(self, images_BVCSS: Tensor, parameters_BVP: Tensor) -> Tensor:
         """uint8, or float in [-1, 1] -> float32 [B, V, C, S, S] in [-1, 1], on the device of the images; one pass."""
@@ -53,7 +54,7 @@ class Augmentation:
 
     def apply_to_sample(self, arrays: dict[str, Any], epoch: int) -> dict[str, Any]:
         """The arrays of one sample with augmented images, for workers."""
-        parameters_VP = torch.from_numpy(self.parameters(epoch, int(arrays["sample_index_B"])))
+        parameters_VP = torch.from_numpy(self.parameters(arrays, epoch))
         images = self.apply(torch.from_numpy(arrays["images_BVCHW"])[None], parameters_VP[None])
         return {**arrays, "images_BVCHW": images[0].numpy()}
 

@@ -56,14 +56,14 @@ def augmentation_draws(
     epoch: int,
     sample_index: int,
     moves_V: Sequence[bool],
-    num_views: int,
+    is_present_V: Sequence[bool],
     image_size: int,
 ) -> np.ndarray:
     """float32 [V, P]: parameters of every view of one sample; `moves_V` says which views are cropped and rotated.
 
     The released forms differ in what shares a draw. openpi_torch: every view its own (the original draws once per batch; here
-    every sample draws). openpi_jax: one draw for all views that move and one for the others, as its key splitting does. The
-    `num_views - len(moves_V)` empty views get the identity.
+    every sample draws). openpi_jax: one draw for all views that move and one for the others, as its key splitting does. Views
+    without camera get the identity: their black is a mark.
     """
     generator = sample_generator(seed, AUGMENT_STREAM, epoch, sample_index)
     slack = image_size - crop_side(image_size)
@@ -74,7 +74,8 @@ def augmentation_draws(
         moving, still = _jax_draw(generator, slack), _jax_draw(generator, slack)
         drawn = [moving if moves else still for moves in moves_V]
         identity = [0.0] * len(JAX_FIELDS)
-    return np.array([*drawn, *([identity] * (num_views - len(moves_V)))], dtype=np.float32)
+    present = zip(drawn, is_present_V, strict=True)
+    return np.array([values if is_present else identity for values, is_present in present], dtype=np.float32)
 
 
 def _torch_draw(generator: np.random.Generator, slack: int) -> list[float]:

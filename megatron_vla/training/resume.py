@@ -36,6 +36,10 @@ HARMLESS_FIELDS = frozenset(
         "data.video_backend",  # every backend delivers the same frame by index
         "data.video_decoder_cache_size",
         "data.data_cache_path",
+        "data.prefetch_shards",
+        "data.shard_cache_bytes",
+        "data.data_stall_timeout_seconds",
+        "data.augmentation_device",
         "data.statistics_path",  # the statistics of a resume come from the checkpoint
         "data.statistics_quantiles",
         "data.allow_foreign_statistics",

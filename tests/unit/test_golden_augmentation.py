@@ -52,7 +52,7 @@ def test_jax_form_replays_openpi(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_draws_depend_on_seed_epoch_and_sample_only_and_stay_in_range(kind: AugmentationKind) -> None:
     def draw(seed: int = 1, epoch: int = 0, sample: int = 5) -> np.ndarray:
-        return augmentation_draws(kind, seed, epoch, sample, [True, False], 3, 224)
+        return augmentation_draws(kind, seed, epoch, sample, [True, False, True], [True, True, False], 224)
 
     assert np.array_equal(draw(), draw())
     for other in (draw(seed=2), draw(epoch=1), draw(sample=6)):
@@ -74,16 +74,23 @@ def test_draws_depend_on_seed_epoch_and_sample_only_and_stay_in_range(kind: Augm
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_pass_over_a_batch_equals_samples_one_by_one(kind: AugmentationKind) -> None:
-    plan = Augmentation(kind, seed=4, image_size=56, views=("base", "left_wrist"), num_views=3)
+    plan = Augmentation(kind, seed=4, image_size=56, views=("base", "left_wrist", "empty_0"))
     images_BVCSS = torch.randint(0, 256, (9, 3, 3, 56, 56), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     images_BVCSS[:, 2] = 0  # no camera
-    parameters_BVP = torch.from_numpy(np.stack([plan.parameters(0, i) for i in range(9)]))
+    samples = [
+        {
+            "images_BVCHW": images_VCSS.numpy(),
+            "camera_is_present_BV": np.array([True, True, False]),
+            "sample_index_B": np.int64(i),
+        }
+        for i, images_VCSS in enumerate(images_BVCSS)
+    ]
+    parameters_BVP = torch.from_numpy(np.stack([plan.parameters(arrays, 0) for arrays in samples]))
     batch = plan.apply(images_BVCSS, parameters_BVP)
     assert batch.dtype == torch.float32 and float(batch.abs().max()) <= 1.0 + 1e-6
     assert bool((batch[:, 2] == -1).all())
     for i in range(9):
-        arrays = {"images_BVCHW": images_BVCSS[i].numpy(), "sample_index_B": np.int64(i)}
-        one = plan.apply_to_sample(arrays, 0)["images_BVCHW"]
+        one = plan.apply_to_sample(samples[i], 0)["images_BVCHW"]
         np.testing.assert_allclose(one, batch[i].numpy(), rtol=0, atol=LSB / 100)
     changed = (batch[:, :2] - (images_BVCSS[:, :2] / 255 * 2 - 1)).abs().amax(dim=(2, 3, 4))
     assert bool((changed[:, 0] > LSB).all())  # the base view always moves
