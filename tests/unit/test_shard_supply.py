@@ -30,6 +30,7 @@ from megatron_vla.data.supply import DataSupply
 from megatron_vla.data.watch import DataStallError, DataWorkerError
 from megatron_vla.findings import CheckError
 from megatron_vla.models.registry import model_family
+from megatron_vla.training.logging import data_wait_hint
 
 FAMILY = model_family("pi05")
 LENGTHS = (23, 18, 40, 17, 9, 31)
@@ -304,3 +305,20 @@ def test_P01_stall_timeout_must_be_below_the_collective_timeout() -> None:
     assert "700 is not below the 600 s" in text and "use --data-stall-timeout-seconds 300 or less" in text
     short = "\n".join(str(finding) for finding in check(parse_args(words), FAMILY, 1))
     assert "--data-stall-timeout-seconds" not in short
+
+
+def test_V08_a_slow_decoder_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    supply = supply_of(folder, "--prefetch-shards", "0", "--micro-batch-size", "2")
+    frames = FrameSource._video_frames
+
+    def slow(self: FrameSource, *arguments: Any) -> np.ndarray:
+        time.sleep(0.05)
+        return frames(self, *arguments)
+
+    monkeypatch.setattr(FrameSource, "_video_frames", slow)
+    list(supply.iterator(0, 0, 1, 8, False))
+    times = supply.metrics()
+    assert max(("read", "decode", "transform", "copy"), key=lambda stage: times[f"data_{stage}_ms"]) == "decode"
+    record = {"data_wait_share": 0.5, "data_wait_rank": 0, **times}
+    hint = data_wait_hint(record, supply.config)
+    assert hint is not None and "mostly decode" in hint and "--prefetch-shards" in hint
