@@ -24,9 +24,29 @@ import numpy as np
 from megatron_vla.data.rlds_features import RldsFeature, RldsInfo
 
 STATE, ACTION = "observation.state", "action"
-DEFAULT_COLUMNS = {STATE: ("steps/observation/state", "steps/observation/proprio"), ACTION: ("steps/action",)}
-DEFAULT_INSTRUCTIONS = ("steps/language_instruction", "steps/observation/natural_language_instruction")
-OBSERVATION = "steps/observation/"
+
+
+@dataclass(frozen=True)
+class MappingDefaults:
+    """What a mapping file need not say. columns: name -> alternatives, each a list of sources; the first that exists counts.
+
+    flag: how the file is given. can_rotate: pictures may be turned (they are read once and written anew).
+    """
+
+    flag: str
+    columns: dict[str, tuple[tuple[str, ...], ...]]
+    instructions: tuple[str, ...]
+    observation: str
+    can_rotate: bool
+
+
+RLDS_DEFAULTS = MappingDefaults(
+    flag="--rlds-mapping",
+    columns={STATE: (("steps/observation/state",), ("steps/observation/proprio",)), ACTION: (("steps/action",),)},
+    instructions=("steps/language_instruction", "steps/observation/natural_language_instruction"),
+    observation="steps/observation/",
+    can_rotate=False,
+)
 # x is a column's values. invert turns a gripper whose 1 means open into one whose 1 means closed, and back.
 TRANSFORMS = ("invert", "negate", "double_minus_one", "affine", "binarize", "hold_last_command")
 
@@ -77,8 +97,11 @@ def _held(command_Td: np.ndarray, threshold: float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RldsMapping:
-    """A mapping with nothing left open. `where` is the file it came from, for errors; `skip_*` leave steps of each episode
-    out (RLDS: the action of the last step has no meaning)."""
+    """A mapping with nothing left open.
+
+    `where` is the file it came from, for errors; `skip_*` leave steps of each episode out (RLDS: the action of the last step
+    has no meaning); `rotate_180`: cameras whose pictures are upside down.
+    """
 
     fps: float
     splits: tuple[str, ...]
@@ -89,6 +112,7 @@ class RldsMapping:
     robot_type: str | None
     skip_first_steps: int
     skip_last_steps: int
+    rotate_180: tuple[str, ...] = ()
     where: str = field(default="--rlds-mapping", compare=False)
 
     def identity(self) -> str:
@@ -98,35 +122,35 @@ class RldsMapping:
         return json.dumps(content, sort_keys=True)
 
 
-def read_mapping(value: str | None, info: RldsInfo) -> RldsMapping:
+def read_mapping(value: str | None, info: RldsInfo, defaults: MappingDefaults = RLDS_DEFAULTS) -> RldsMapping:
     """`value`: path of a JSON file, the JSON itself, or None. Raises ValueError listing the features when keys do not match."""
     if value is None:
-        raise ValueError(
-            f"{info.root}: RLDS files do not state their rate and name their columns freely -> {_suggestion(info)}"
-        )
-    where = "--rlds-mapping" if value.lstrip().startswith("{") else value
+        what = f"{info.file_format} files do not state their rate and name their columns freely"
+        raise ValueError(f"{info.root}: {what} -> {_suggestion(info, defaults)}")
+    where = defaults.flag if value.lstrip().startswith("{") else value
     try:
         text = value if where != value else Path(value).read_text(encoding="utf-8-sig")
         content = json.loads(text)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as problem:
-        raise ValueError(f"{where}: no readable JSON ({problem}) -> {_suggestion(info)}") from problem
+        raise ValueError(f"{where}: no readable JSON ({problem}) -> {_suggestion(info, defaults)}") from problem
     if not isinstance(content, dict):
-        raise ValueError(f"{where}: {type(content).__name__} instead of an object -> {_suggestion(info)}")
-    return resolve(content, info, where)
+        raise ValueError(f"{where}: {type(content).__name__} instead of an object -> {_suggestion(info, defaults)}")
+    return resolve(content, info, where, defaults)
 
 
-def resolve(content: Mapping[str, Any], info: RldsInfo, where: str) -> RldsMapping:
+def resolve(content: Mapping[str, Any], info: RldsInfo, where: str, defaults: MappingDefaults = RLDS_DEFAULTS) -> RldsMapping:
     """Fill defaults, check every key against the dataset's features."""
     known = {"fps", "split", "columns", "cameras", "instruction", "names", "robot_type", "skip_first_steps", "skip_last_steps"}
+    known |= {"rotate_180"} if defaults.can_rotate else set()
     problems = [f"unknown entry {name!r} (known: {', '.join(sorted(known))})" for name in content if name not in known]
     fps = content.get("fps")
     if not isinstance(fps, int | float) or fps <= 0:
         problems.append(f"fps is {fps!r}; the recording rate in frames per second is needed")
-    raw_columns = {**_default_columns(info), **content.get("columns", {})}
+    raw_columns = {**_default_columns(info, defaults), **content.get("columns", {})}
     columns = {name: _parts(name, parts, problems) for name, parts in raw_columns.items() if parts}
     problems += [f"no column {name!r}, and no default fits" for name in (STATE, ACTION) if name not in columns]
-    cameras = dict(content.get("cameras", _default_cameras(info)))
-    instruction = content.get("instruction", next((k for k in DEFAULT_INSTRUCTIONS if k in info.features), None))
+    cameras = dict(content.get("cameras", _default_cameras(info, defaults)))
+    instruction = content.get("instruction", next((k for k in defaults.instructions if k in info.features), None))
     split = content.get("split", "train")
     splits = tuple(split) if isinstance(split, list) else tuple(str(split).split("+"))
     problems += [f"no split {name!r} (there are: {', '.join(info.splits)})" for name in splits if name not in info.splits]
@@ -136,6 +160,8 @@ def resolve(content: Mapping[str, Any], info: RldsInfo, where: str) -> RldsMappi
     for name, key in cameras.items():
         if key not in info.features or not info.features[key].is_camera:
             problems.append(f"camera {name!r}: {key!r} is no RGB image")
+    rotate_180 = tuple(content.get("rotate_180", ()))
+    problems += [f"rotate_180: no camera {name!r}" for name in rotate_180 if name not in cameras]
     if instruction is not None and (instruction not in info.features or info.features[instruction].kind != "text"):
         problems.append(f"instruction: {instruction!r} is no text")
     if problems:
@@ -150,13 +176,9 @@ def resolve(content: Mapping[str, Any], info: RldsInfo, where: str) -> RldsMappi
         robot_type=content.get("robot_type"),
         skip_first_steps=int(content.get("skip_first_steps", 0)),
         skip_last_steps=int(content.get("skip_last_steps", 0)),
+        rotate_180=rotate_180,
         where=where,
     )
-
-
-def width(parts: tuple[Part, ...], features: Mapping[str, RldsFeature]) -> int:
-    """Dimensions of a column."""
-    return sum(features[p.source].size if p.slice is None else p.slice[1] - p.slice[0] for p in parts)
 
 
 def _parts(name: str, raw: Any, problems: list[str]) -> tuple[Part, ...]:
@@ -190,21 +212,25 @@ def _part_problems(name: str, part: Part, feature: RldsFeature | None) -> list[s
     return problems
 
 
-def _default_columns(info: RldsInfo) -> dict[str, list[str]]:
-    found = {name: next((k for k in keys if k in info.features), None) for name, keys in DEFAULT_COLUMNS.items()}
-    return {name: [key] for name, key in found.items() if key is not None and info.features[key].kind == "tensor"}
+def _default_columns(info: RldsInfo, defaults: MappingDefaults) -> dict[str, list[str]]:
+    def fits(sources: tuple[str, ...]) -> bool:
+        return all(key in info.features and info.features[key].kind == "tensor" for key in sources)
+
+    found = {name: next((s for s in choices if fits(s)), None) for name, choices in defaults.columns.items()}
+    return {name: list(sources) for name, sources in found.items() if sources is not None}
 
 
-def _default_cameras(info: RldsInfo) -> dict[str, str]:
-    keys = [key for key, feature in info.features.items() if feature.is_camera and key.startswith(OBSERVATION)]
-    return {f"observation.images.{key.removeprefix(OBSERVATION).replace('/', '.')}": key for key in keys}
+def _default_cameras(info: RldsInfo, defaults: MappingDefaults) -> dict[str, str]:
+    prefix = defaults.observation
+    keys = [key for key, feature in info.features.items() if feature.is_camera and key.startswith(prefix)]
+    return {f"observation.images.{key.removeprefix(prefix).replace('/', '.')}": key for key in keys}
 
 
 def _listing(info: RldsInfo) -> str:
     return f"step features of {info.name}: {', '.join(map(str, info.features.values()))}"
 
 
-def _suggestion(info: RldsInfo) -> str:
-    columns = _default_columns(info)
-    ready = {"fps": 10, "split": next(iter(info.splits)), "columns": columns, "cameras": _default_cameras(info)}
-    return f"give --rlds-mapping FILE with for example {json.dumps(ready)} (fps: the true rate); {_listing(info)}"
+def _suggestion(info: RldsInfo, defaults: MappingDefaults) -> str:
+    ready = {"fps": 10, "split": next(iter(info.splits)), "columns": _default_columns(info, defaults)}
+    ready["cameras"] = _default_cameras(info, defaults)
+    return f"give {defaults.flag} FILE with for example {json.dumps(ready)} (fps: the true rate); {_listing(info)}"

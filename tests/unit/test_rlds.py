@@ -120,7 +120,12 @@ def test_index_is_cached_only_where_asked_and_made_again_for_changed_files(
     assert sorted(folder.rglob("*")) == before  # nothing is written beside the data
     reads: list[str] = []
     original = tfrecord.TFRecordFile.records
-    monkeypatch.setattr(tfrecord.TFRecordFile, "records", lambda self: (reads.append(self.path.name), original(self))[1])
+
+    def counted(self: tfrecord.TFRecordFile) -> Any:
+        reads.append(self.path.name)
+        return original(self)
+
+    monkeypatch.setattr(tfrecord.TFRecordFile, "records", counted)
     first = opened(folder, mapping, data_cache_path=str(tmp_path / "cache"))
     assert len(reads) == 2
     second = opened(folder, mapping, data_cache_path=str(tmp_path / "cache"))
