@@ -25,7 +25,7 @@ from megatron_vla.data.prefetch import ShardStream, in_background
 from megatron_vla.data.sampler import GlobalOrder, MicroBatchSampler, SampleOrder
 from megatron_vla.data.shard_cache import SampleLayout
 from megatron_vla.data.shard_order import LaneSampler, ShardOrder
-from megatron_vla.data.watch import DataWatch, StatusBoard
+from megatron_vla.data.watch import DataWatch, StageTimes, StatusBoard
 from megatron_vla.findings import CheckError, Finding, error
 from megatron_vla.parallel.failure import end_all_ranks
 from megatron_vla.parallel.groups import world_size_from_environment
@@ -235,6 +235,10 @@ class DataSupply:
         Milliseconds of worker time per sample by stage, cut prompts, decoded frames per sample, memory of the workers in GiB.
         """
         return self._watch.metrics()
+
+    def take_times(self) -> StageTimes:
+        """The sums behind `metrics`, since the last call of either."""
+        return self._watch.take_times()
 
     def close(self) -> None:
         """Stop the workers."""

@@ -111,9 +111,14 @@ class DataWatch:
         """Costs of one micro-batch."""
         self._times.add(times)
 
+    def take_times(self) -> StageTimes:
+        """Costs since the last call."""
+        times, self._times = self._times, StageTimes()
+        return times
+
     def metrics(self) -> dict[str, float]:
         """Since the last call, with the workers' own memory in GiB (shared pages left out)."""
-        times, self._times = self._times, StageTimes()
+        times = self.take_times()
         memory = sum(private_bytes(pid) for pid in self.worker_pids) / 2**30
         return {**times.metrics(), "data_worker_memory_gib": memory}
 
