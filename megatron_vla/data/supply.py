@@ -154,7 +154,8 @@ class DataSupply:
         """
         sampler = self.sampler(consumed_samples, data_parallel_rank, data_parallel_size, num_iterations)
         num_workers = min(self.config.data.num_workers, len(sampler))
-        if isinstance(sampler, LaneSampler):
+        # One step (a repeated one, to find what was not finite) is not worth decoding whole shards; the samples are the same.
+        if isinstance(sampler, LaneSampler) and num_iterations > 1:
             loaded = self._from_shards(sampler, num_workers, device_is_cuda)
         else:
             loaded = self._by_random_access(sampler, num_workers, device_is_cuda)

@@ -234,6 +234,13 @@ def test_early_close_stops_workers_and_thread(folder: Path) -> None:
     assert time.monotonic() - started < 5 and not multiprocessing.active_children()
 
 
+def test_V01_open_decoders_stay_bounded(folder: Path) -> None:
+    plain = batches_of(supply_of(folder, "--prefetch-shards", "0"), TOTAL // 4)
+    supply = supply_of(folder, "--prefetch-shards", "0", "--video-decoder-cache-size", "1")
+    assert_equal(plain, batches_of(supply, TOTAL // 4))
+    assert len(supply.source.dataset.frames._decoders) == 1  # type: ignore[attr-defined]
+
+
 def test_V02_decoders_opened_here_are_not_used_by_workers(folder: Path) -> None:
     supply = supply_of(folder, "--prefetch-shards", "0")
     inline = batches_of(supply, 30)  # opens every file in this process
