@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from preprocess_fixtures import write_tokenizer
 from rlds_fixtures import png, tensor_feature, write_records
 
@@ -138,6 +139,16 @@ def test_S06_one_batch_mixes_the_datasets_and_is_reported(folder: Path, tmp_path
     assert report["views"][0]["camera"] == "front, observation.images.high"
     names = {row["name"] for row in report["ranges"]}
     assert {"arm:dim_6", "pair:dim_13"} <= names and "arm:dim_7" not in names
+
+
+def test_S02_workers_give_the_same_batches(folder: Path) -> None:
+    flags = mixture_flags(folder, "--micro-batch-size", "4")
+    direct, workers = build_data(parse_args(flags), FAMILY), build_data(parse_args([*flags, "--num-workers", "2"]), FAMILY)
+    pairs = zip(direct.iterator(40, 0, 1, 4, False), workers.iterator(40, 0, 1, 4, False), strict=True)
+    for one, other in pairs:
+        for name, tensor in one.tensors().items():
+            assert torch.equal(tensor, other.tensors()[name]), name
+    workers.close()
 
 
 @pytest.mark.parametrize("weights", [None, (1.0, 1.0, 2.0), (0.02, 0.9, 0.1)])

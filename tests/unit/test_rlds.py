@@ -10,16 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from preprocess_fixtures import CAMERAS, write_dataset
+from preprocess_fixtures import CAMERAS, data_flags, write_dataset, write_tokenizer
 from rlds_fixtures import png, rlds_of, tensor_feature, write_records
 
 from megatron_vla.config.data import DataConfig
+from megatron_vla.config.run import parse_args
 from megatron_vla.data import tfrecord
+from megatron_vla.data.build import build_data
 from megatron_vla.data.dataset import RobotDataset, build_robot_dataset
 from megatron_vla.data.dataset_check import check_dataset
 from megatron_vla.data.metadata import read_metadata
 from megatron_vla.data.rlds_mapping import Part
 from megatron_vla.findings import CheckError
+from megatron_vla.models.pi05.family import FAMILY
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "datasets"
 GOLDEN_RLDS = {kind: GOLDEN / f"rlds_{kind}" / "mw_demo" for kind in ("tfrecord", "array_record")}
@@ -137,6 +140,22 @@ def test_index_is_cached_only_where_asked_and_made_again_for_changed_files(
     assert len(reads) == 4
     opened(folder, json.dumps({**json.loads(mapping), "skip_last_steps": 1}), data_cache_path=str(tmp_path / "cache"))
     assert len(reads) == 6
+
+
+def test_decode_once_reads_records_too(rlds: tuple[Path, str], tmp_path: Path) -> None:
+    folder, mapping = rlds
+    flags = data_flags(folder, write_tokenizer(tmp_path), "--rlds-mapping", mapping, "--micro-batch-size", "2")
+    plain = build_data(parse_args(flags), FAMILY)
+    once = build_data(parse_args([*flags, "--data-access", "decode_once", "--decode-lanes", "2"]), FAMILY)
+    seen = []
+    for batch in once.iterator(0, 0, 1, once.num_samples // 2, False):
+        for place, index in enumerate(batch.sample_index_B.tolist()):
+            expected = plain.source(index, 0)
+            seen.append(index)
+            for field in ("images_BVCHW", "actions_BTA", "state_BD"):
+                np.testing.assert_array_equal(getattr(batch, field)[place].numpy(), expected[field])
+    assert sorted(seen) == list(range(once.num_samples))
+    once.close()
 
 
 def _damaged(folder: Path, change: Any) -> Path:
