@@ -125,9 +125,9 @@ def main(arguments: Sequence[str]) -> int:
         computed[0].save(path)
     else:
         save_statistics_of_datasets(path, dict(zip(opened, computed, strict=True)))
-    for statistics, (name, (columns, _)) in zip(computed[: len(groups)], opened.items(), strict=False):
-        if len(groups) > 1:
-            print(f"-- dataset {name}")
+    for statistics, (name, (columns, _)) in zip(computed, opened.items(), strict=True):
+        if len(opened) > 1:
+            print(f"-- dataset {name}" + (" (merged: the same for all)" if merged else ""))
         print_statistics(statistics, columns.names)
     print(f"wrote {path} ({num_samples} samples, {computed[0].quantiles} quantiles)")
     print(f"use it with --statistics-path {path}")

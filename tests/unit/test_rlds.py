@@ -114,7 +114,7 @@ def test_excluded_episodes_do_not_shift_the_others(rlds: tuple[Path, str], tmp_p
         np.testing.assert_array_equal(part[index].actions_TD, whole[int(row)].actions_TD)
 
 
-def test_index_is_cached_only_where_asked_and_made_again_for_changed_files(
+def test_D14_index_is_cached_only_where_asked_and_made_again_for_changed_files(
     lerobot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, mapping = rlds_of(lerobot, tmp_path)
@@ -180,7 +180,7 @@ def _flip(content: bytearray, place: int) -> bytearray:
         (lambda c: c[: 16 + int.from_bytes(c[:8], "little")], "1 records, dataset_info.json says 2"),
     ],
 )
-def test_D04_damaged_records_are_named(lerobot: Path, tmp_path: Path, change: Any, what: str) -> None:
+def test_D15_damaged_records_are_named(lerobot: Path, tmp_path: Path, change: Any, what: str) -> None:
     folder, mapping = rlds_of(lerobot, tmp_path)
     path = _damaged(folder, change)
     with pytest.raises(CheckError, match=what) as caught:
