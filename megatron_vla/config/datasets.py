@@ -46,6 +46,7 @@ class DatasetPart:
 def split_data_path(value: str) -> tuple[str | None, str]:
     """(name or None, folder) of one value of --data-path."""
     name, separator, folder = value.partition("=")
+    # A path may hold "=" too, but hardly before its first "/".
     return (name, folder) if separator and name and "/" not in name else (None, value)
 
 
@@ -67,6 +68,7 @@ def dataset_parts(data: DataConfig) -> tuple[list[DatasetPart], list[Finding]]:
         for weight in data.data_weights
         if not 0 < weight < float("inf")
     ]
+    # All problems of all flags at once, as everywhere.
     changes, problems = _overrides(data.data_override, names)
     findings += problems
     cameras, problems = _camera_maps(data.camera_map, names)
@@ -75,6 +77,7 @@ def dataset_parts(data: DataConfig) -> tuple[list[DatasetPart], list[Finding]]:
         return [], findings
     parts = []
     for number, (name, (_, folder)) in enumerate(zip(names, named, strict=True)):
+        # A configuration of one dataset, so that all code for one dataset works as it is.
         own = dataclasses.replace(
             data, data_path=(folder,), camera_map=cameras[name], data_weights=(), data_override=(), **changes[name]
         )
@@ -85,6 +88,7 @@ def dataset_parts(data: DataConfig) -> tuple[list[DatasetPart], list[Finding]]:
 def _folder_name(folder: str) -> str:
     """Last part of the path; of RLDS's NAME/1.0.0 the name."""
     path = Path(folder)
+    # RLDS folders end with a version, which all datasets share.
     is_version = path.name.replace(".", "").isdecimal() and "." in path.name
     return (path.parent.name if is_version else path.name).replace(":", "_").replace("=", "_") or "dataset"
 
@@ -105,6 +109,7 @@ def _camera_maps(pairs: Sequence[str], names: Sequence[str]) -> tuple[dict[str, 
             findings.append(error("--camera-map", f"{pair!r}: no dataset {name!r}", f"datasets are {', '.join(names)}"))
     result = {}
     for name in names:
+        # By view, not by position: a dataset may map fewer views than the others.
         replaced = {pair.partition("=")[0] for pair in own[name]}
         result[name] = (*(pair for pair in common if pair.partition("=")[0] not in replaced), *own[name])
     return result, findings
@@ -134,6 +139,7 @@ def _overrides(values: Sequence[str], names: Sequence[str]) -> tuple[dict[str, d
 
 def _converted(annotation: Any, text: str) -> Any:
     """The flag's value from its text. Raises ValueError."""
+    # "no" or "0" might be meant either way; two words leave no doubt.
     if annotation is bool:
         if text not in ("true", "false"):
             raise ValueError("true or false is needed")

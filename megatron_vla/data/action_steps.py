@@ -55,6 +55,7 @@ class ActionSteps:
 
     def padded_share(self, length_E: np.ndarray) -> float:
         """Share of action steps beyond the end of their episode, over all samples of episodes of these lengths."""
+        # A step between two frames needs both inside the episode.
         needed_T = np.ceil(self.offsets_T()).astype(np.int64)
         missing = sum(int(np.minimum(frames, length_E).sum()) for frames in needed_T)
         return missing / max(1, self.horizon * int(length_E.sum()))
@@ -78,9 +79,11 @@ def action_steps(data: DataConfig, horizon: int, dataset_fps: float) -> ActionSt
         return ActionSteps(horizon)
     if not rate > 0:
         raise CheckError([error(flag, f"gives {rate:g} steps per second", "use a value above 0")])
+    # As fractions: 30 / 10 is exactly 3, and 29.97 / 9.99 too.
     ratio = fps_fraction(dataset_fps) / fps_fraction(rate)
     if ratio == 1:
         return ActionSteps(horizon)
+    # Deltas would have to be summed over skipped frames, and grippers among them must not be.
     if data.dataset_action_representation == "delta":
         what = f"{rate:g} steps per second of a {dataset_fps:g} fps dataset of delta actions: skipping some loses motion"
         raise CheckError([error(flag, what, f"use {dataset_fps:g} steps per second, or a dataset of absolute actions")])

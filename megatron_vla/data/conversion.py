@@ -86,8 +86,10 @@ def plan_shards(
     episodes_per_shard: int,
 ) -> list[ShardPlan]:
     """Shards of consecutive episodes. Numbers of episodes, frames and tasks are fixed here: no shard needs another."""
+    # In order of appearance, as a recording of these episodes would number them.
     tasks = tuple(dict.fromkeys(source.instructions))
     first_frame_E = np.cumsum(source.length_E) - source.length_E
+    # Not of the files' bytes: hashing terabytes would take longer than converting them.
     identity = hashlib.sha256()
     about = (str(path.resolve()), mapping, source.fps, source.features, tasks, dataclasses.asdict(settings), episodes_per_shard)
     identity.update(json.dumps(about, sort_keys=True).encode())
@@ -141,11 +143,13 @@ def convert_shard(plan: ShardPlan) -> ShardResult:
             low[name] = np.minimum(low.get(name, np.inf), values.min(axis=0))
             high[name] = np.maximum(high.get(name, -np.inf), values.max(axis=0))
         steps = range(int(source.length_E[episode]))
+        # Generators: one decoded picture at a time, whatever the length of the episode.
         images = {camera: source.frames(camera, episode, steps) for camera in cameras}
         try:
             writer.add_episode(columns, images, source.instructions[episode])
         except ValueError as problem:
             raise ValueError(f"{source.where(episode)}: {problem}") from problem
+    # Before the stamp: a shard that does not verify is made again.
     writer.finalize()
     verify_shard(folder, source, range(plan.start, plan.stop), plan.settings.verify_frames)
     histograms = writer.image_histograms()
@@ -205,6 +209,7 @@ def run_in_processes(
     Raises what a shard raised (later shards are not started), or ValueError when a process died.
     """
     if num_processes == 1:
+        # In this process: an error has a readable traceback, and small jobs save the start of another.
         yield from map(convert, plans)
         return
     # Spawned, not forked: decoders and HDF5 keep threads and locks that do not survive a fork.
@@ -237,6 +242,7 @@ def merge_shards(plans: Sequence[ShardPlan], results: Sequence[ShardResult], wor
     (target / "meta").mkdir(parents=True, exist_ok=True)
     for plan, result in zip(plans, results, strict=True):
         folder = Path(plan.folder)
+        # Rows are made from the shard's own, which stay: only files move, so this may be repeated.
         _write_episode_rows(folder, target, plan.number, first_file)
         for kind, number in result.files.items():
             for own in range(number):
@@ -277,6 +283,7 @@ def _write_episode_rows(folder: Path, target: Path, shard: int, first_file: Mapp
     """The shard's episode rows with the final file numbers."""
     table = pq.read_table(folder / layout.V3_EPISODES_PATH.format(chunk_index=0, file_index=0))
     chunk, file = divmod(shard, layout.CHUNKS_SIZE)
+    # One file of rows per shard: no shard's rows are ever in memory together with another's.
     places = {"meta/episodes": np.full(table.num_rows, shard)}
     for kind, first in first_file.items():
         prefix = "data" if kind == "data" else f"videos/{kind}"
@@ -300,6 +307,7 @@ def _statistics(
         histogram = ImageHistogram()
         for result in results:
             part = ImageHistogram()
+            # Counts add exactly; means of shards would not.
             part.counts_C256, part.num_frames = np.array(result.counts[camera], dtype=np.int64), result.sampled[camera]
             histogram.merge(part)
         merged[camera] = histogram.statistics()

@@ -56,6 +56,7 @@ class TableSource:
         self.length_E = table.length_E
         self._first_E = np.concatenate([[0], np.cumsum(table.length_E)])
         self._columns = table.records.columns
+        # One open file: episodes are read in storage order.
         self._frames = FrameSource(table.without_columns(), "pyav", cache_size=1)
         self.instructions = tuple(self._instruction(episode) for episode in range(table.num_episodes))
 
@@ -63,6 +64,7 @@ class TableSource:
         return slice(int(self._first_E[episode]), int(self._first_E[episode + 1]))
 
     def _instruction(self, episode: int) -> str:
+        # Training reads such episodes as they are; only LeRobot's files cannot hold them.
         codes = np.unique(self._columns[TASK][self._rows(episode)])
         if len(codes) > 1:
             raise ValueError(f"{self.where(episode)}: {len(codes)} instructions in one episode; LeRobot's files hold one each")
@@ -91,6 +93,7 @@ def open_source(path: Path, mapping: str | None, cache_path: str | None) -> Conv
         return TableSource(read_metadata(path, mapping, cache_path)[0])
     if files := hdf5_files(path):
         return Hdf5Source(path, files, mapping)
+    # A copy in another version would double the disk for nothing.
     if (path / "meta/info.json").is_file():
         raise ValueError(f"--input {path}: a LeRobot dataset already, which training reads in place -> nothing to convert")
     raise ValueError(f"--input {path}: no RLDS dataset (dataset_info.json) and no .hdf5 files -> give one of these")

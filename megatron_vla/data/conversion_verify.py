@@ -31,6 +31,7 @@ def verify_shard(folder: Path, source: ConversionSource, episodes: Sequence[int]
     lengths = [int(source.length_E[episode]) for episode in episodes]
     if table.length_E.tolist() != lengths:
         raise ValueError(f"{folder}: episode lengths {table.length_E.tolist()}, the source has {lengths}")
+    # The same check that training runs at start: containers, lengths, order of the episodes.
     raise_errors(check_video_files(table, table.cameras).findings)
     names = tuple(name for name, feature in source.features.items() if feature["dtype"] != "image")
     columns, broken = load_columns(table, names)
@@ -39,6 +40,7 @@ def verify_shard(folder: Path, source: ConversionSource, episodes: Sequence[int]
     for row, episode in enumerate(episodes):
         rows = slice(int(columns.first_row_E[row]), int(columns.first_row_E[row + 1]))
         for name, values in source.columns(episode).items():
+            # Bit by bit: numbers are copied, never computed, on their way.
             if not np.array_equal(columns.values[name][rows].reshape(values.shape), values, equal_nan=True):
                 raise ValueError(f"{source.where(episode)}: column {name} was not written as it is")
         for camera in table.cameras:
@@ -52,10 +54,12 @@ def _verify_pictures(
     count = length if verify_frames == 0 else min(verify_frames, length)
     for k in np.unique(np.linspace(0, length - 1, count).astype(int)).tolist():
         near = [j for j in (k, k - 1, k + 1) if 0 <= j < length]
+        # Signed: a difference of uint8 would wrap around.
         decoded_HWC = frames.frames(camera, row, [k])[0].astype(np.int16)
         originals = list(source.frames(camera, episode, near))
         errors = [float(np.abs(decoded_HWC - original).mean()) for original in originals]
         if camera not in frames.table.videos:
+            # PNG loses nothing, so a single other level is a fault.
             wrong = errors[0] > 0
         else:
             wrong = errors[0] > MAX_MEAN_ERROR or any(

@@ -61,6 +61,7 @@ class Hdf5Source:
 
     def __init__(self, path: Path, files: Sequence[Path], mapping: str | None):
         self.path = path
+        # Files are read one after the other; HDF5 keeps a cache per open one.
         self._handles = HandlePool(1)
         self._texts, mapping = _instruction_texts(mapping)
         self._places: list[tuple[Path, str]] = []
@@ -116,9 +117,11 @@ class Hdf5Source:
             if not hasattr(node, "shape") or not node.shape or node.dtype.kind not in "fiub":
                 return
             shape = tuple(int(n) for n in node.shape[1:])
+            # HDF5 has no image type; this is what both code bases store.
             is_image = node.dtype == np.uint8 and len(shape) == 3
             features[key] = RldsFeature(key, "image" if is_image else "tensor", str(node.dtype), shape)
 
+        # All demonstrations are checked against the first: a key that one lacks is an error, not a hole.
         self._demo(0).visititems(visit)
         return features
 
@@ -155,6 +158,7 @@ class Hdf5Source:
         demo, first = self._demo(episode), self.mapping.skip_first_steps
         result = {}
         for name, parts in self.mapping.columns.items():
+            # float32 as everywhere: HDF5 demonstrations are often float64.
             sources = [np.asarray(demo[part.source], dtype=np.float32).reshape(len(demo[part.source]), -1) for part in parts]
             joined = np.concatenate([part.apply(values) for part, values in zip(parts, sources, strict=True)], axis=1)
             result[name] = joined[first : first + int(self.length_E[episode])]
@@ -164,6 +168,7 @@ class Hdf5Source:
         """See `ConversionSource`."""
         dataset = self._demo(episode)[self.mapping.cameras[camera]]
         for frame in frame_indices:
+            # One frame at a time: chunks are decompressed by HDF5 itself, and whole episodes may not fit.
             picture_HWC = dataset[self.mapping.skip_first_steps + frame]
             yield np.ascontiguousarray(picture_HWC[::-1, ::-1] if camera in self.mapping.rotate_180 else picture_HWC)
 

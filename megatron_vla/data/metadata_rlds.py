@@ -31,6 +31,7 @@ def read_rlds(folder: Path, mapping_value: str | None, cache_path: str | None) -
     }
     features |= {camera: Feature(camera, "image", shape) for camera, shape in index.image_shapes.items()}
     features[TASK] = Feature(TASK, "int64", (1,))
+    # Numbered by place: records have no number of their own, and their metadata need not be unique.
     num_episodes = len(index.length_E)
     first_row_E = np.cumsum(index.length_E) - index.length_E
     table = EpisodeTable(
@@ -57,6 +58,7 @@ def read_rlds(folder: Path, mapping_value: str | None, cache_path: str | None) -
             size_E=index.size_E,
             first_step=mapping.skip_first_steps,
             sources=dict(mapping.cameras),
+            # Per step, so that instructions which change within an episode stay what they are.
             columns={**index.columns, TASK: index.text_of_R.astype(np.int64)},
         ),
     )
@@ -67,6 +69,7 @@ def _compressed(root: Path, files: tuple[str, ...]) -> list[Finding]:
     """GZIP files work, at a price that must be known."""
     sizes = {}
     for name in files:
+        # By content: TFDS names compressed files like all others.
         with (root / name).open("rb") as stream:
             if stream.read(2) == GZIP_MAGIC:
                 sizes[name] = (root / name).stat().st_size

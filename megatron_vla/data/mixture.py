@@ -51,6 +51,7 @@ def quotas(num_samples: Sequence[int], weights: Sequence[float] | None) -> np.nd
 
 def dataset_order(num_samples: int, seed: int, shuffle: bool, dataset: int) -> GlobalOrder:
     """The own order of dataset number `dataset` of a mixture."""
+    # Wraps like the generator's own 64-bit key.
     return GlobalOrder(num_samples, (seed + dataset * SEED_STRIDE) & UINT64, shuffle)
 
 
@@ -84,6 +85,7 @@ class MixtureOrder:
         known = self._epochs.get(epoch)
         if known is not None:
             return known
+        # int16 labels and a count: 6 bytes per sample, where a permutation of samples would need the datasets' own besides.
         dataset_N = np.repeat(np.arange(len(self.orders), dtype=np.int16), self.quota_M)
         if self.shuffle:
             key = [self.seed & UINT64, MIXTURE_STREAM]
@@ -153,5 +155,6 @@ class MixtureSource:
         """Raises SampleError naming dataset, sample, episode and frame."""
         dataset = self.dataset_of(index)
         arrays = self.sources[dataset](index - int(self.first_sample_M[dataset]), epoch)
+        # Unique over all datasets: it keys noise, flow time and augmentation.
         arrays["sample_index_B"] = arrays["sample_index_B"] + np.int64(self.first_row_M[dataset])
         return arrays

@@ -55,6 +55,7 @@ class MixturePreprocessor:
         (folder / TOKENIZER_FILE).write_bytes(next(iter(self.parts.values())).tokenizer.model_bytes)
         for name, part in self.parts.items():
             (folder / name).mkdir()
+            # Complete, tokenizer included: serving one robot needs nothing of the others.
             part.save(folder / name)
         (folder / MIXTURE_FILE).write_text(json.dumps({"datasets": list(self.parts)}, indent=1) + "\n")
 
@@ -84,6 +85,7 @@ def prepare_mixture(config: RunConfig, parts: Sequence[DatasetPart], state_is_mo
     of_name = {part.name: (data, statistics) for part, data, statistics in zip(parts, opened, merged, strict=True)}
     prepared = _collect(parts, lambda part: finish_robot_data(of_name[part.name][0], layout, of_name[part.name][1]))
     sizes = [data.num_samples for data in prepared]
+    # All or none of the parts have one: the flag has a value for each dataset.
     weights = [part.weight for part in parts if part.weight is not None] or None
     try:
         quota_M = quotas(sizes, weights)
@@ -102,6 +104,7 @@ def prepare_mixture(config: RunConfig, parts: Sequence[DatasetPart], state_is_mo
         preprocessor=MixturePreprocessor(preprocessors, (np.cumsum(rows) - rows).tolist()),
         findings=findings,
         summary=[*summary, *mixture_table(parts, prepared, quota_M)],
+        # Weighted as the samples are drawn, since the report compares it with a batch.
         expected_padded_fraction=float(
             np.average([data.expected_padded_fraction for data in prepared], weights=quota_M.astype(np.float64))
         ),
@@ -157,6 +160,7 @@ def _shared_layout(parts: Sequence[DatasetPart], opened: Sequence[OpenedData], n
     known = [layout for layout in layouts if layout is not None]
     if len(known) < len(layouts):
         return None
+    # By first appearance: the first dataset decides the order of the model's views.
     views = tuple(dict.fromkeys(view for layout in known for view in layout.views))
     if num_images is not None and num_images < len(views):
         what = f"{num_images} is fewer than the {len(views)} views of all datasets ({', '.join(views)})"
@@ -177,6 +181,7 @@ def _merged(config: RunConfig, parts: Sequence[DatasetPart], opened: Sequence[Op
         listed = ", ".join(f"{name} state {state} action {action}" for name, (state, action) in widths.items())
         what = f"merged, but the datasets have different dimensions: {listed}"
         raise CheckError([error("--mixture-statistics", what, "use --mixture-statistics per_dataset")])
+    # Statistics over columns with faults would hide them behind numbers.
     raise_errors([_named(p.name, f) for p, data in zip(parts, opened, strict=True) for f in data.findings])
     streams = [(data.columns.dataset, data.transform, data.columns.samples) for data in opened]
     return list(merged_statistics(streams, config.data.statistics_quantiles))

@@ -42,6 +42,7 @@ def example_class() -> Any:
         feature.field[-1].oneof_index = 0
     features = file.message_type.add(name="Features")
     entry = features.nested_type.add(name="FeatureEntry")
+    # A map on the wire is a repeated message of key and value.
     entry.options.map_entry = True
     add(entry, "key", 1, field.LABEL_OPTIONAL, field.TYPE_STRING)
     add(entry, "value", 2, field.LABEL_OPTIONAL, field.TYPE_MESSAGE, f".{package}.Feature")
@@ -76,6 +77,7 @@ def numeric_steps(example: Mapping[str, Any], feature: RldsFeature) -> np.ndarra
     """float32 [T, *shape] of a numeric step feature. Raises ValueError when the values do not divide into steps."""
     values = feature_values(example, feature.key)
     if feature.encoding in ("bytes", "zlib"):
+        # TFDS stores tensors with an encoding as one byte string per step.
         raw = [zlib.decompress(v) if feature.encoding == "zlib" else v for v in values]
         flat = np.concatenate([np.frombuffer(v, dtype=feature.dtype) for v in raw]) if raw else np.zeros(0)
     else:
@@ -90,4 +92,5 @@ def text_steps(example: Mapping[str, Any], key: str) -> list[str]:
     values = feature_values(example, key)
     if len(values) and not isinstance(values[0], bytes):
         raise ValueError(f"key {key!r} holds numbers, not text")
+    # Some datasets pad texts of one length with zero bytes.
     return [value.decode("utf-8", "replace").rstrip("\x00") for value in values]

@@ -68,6 +68,7 @@ def read_rlds_info(folder: Path) -> RldsInfo:
     """`folder` is <name>/<version>, or <name> when it has one version. Raises ValueError naming the file."""
     if not (folder / INFO_FILE).is_file():
         versions = sorted(path.parent for path in folder.glob(f"*/{INFO_FILE}"))
+        # Never the newest by guess: versions differ in content.
         if len(versions) != 1:
             listed = ", ".join(str(path.relative_to(folder)) for path in versions) or "none"
             raise ValueError(f"--data-path {folder}: holds {len(versions)} versions ({listed}) -> give one version's folder")
@@ -87,6 +88,7 @@ def read_rlds_info(folder: Path) -> RldsInfo:
         splits[split.name] = split
     if not splits:
         raise ValueError(f"{folder / INFO_FILE}: no splits -> the dataset was not completely generated")
+    # Episode metadata is left out: nothing of it belongs to a step.
     features = {feature.key: feature for feature in _leaves(steps["sequence"]["feature"], "steps")}
     return RldsInfo(folder, name, file_format, splits, features)
 
@@ -107,6 +109,7 @@ def _split(folder: Path, name: str, file_format: str, raw: Mapping[str, Any]) ->
     # int64 is written as text by protobuf's JSON form.
     lengths = tuple(int(length) for length in raw.get("shardLengths", []))
     split = str(raw.get("name"))
+    # Older datasets state no template; this is what TFDS has always used.
     template = raw.get("filepathTemplate") or "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
     files = []
     for shard in range(len(lengths)):
@@ -135,6 +138,7 @@ def _leaves(node: Mapping[str, Any], key: str) -> Iterator[RldsFeature]:
             yield from _leaves(child, f"{key}/{name}")
     elif "tensor" in node:
         tensor = node["tensor"]
+        # Text features of some writers are tensors of strings.
         dtype, encoding = str(tensor.get("dtype", "float32")), str(tensor.get("encoding") or "none")
         yield RldsFeature(key, "text" if dtype in ("string", "object") else "tensor", dtype, _shape(tensor), encoding.lower())
     elif "image" in node:

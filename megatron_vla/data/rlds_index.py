@@ -84,6 +84,7 @@ def _cache_key(info: RldsInfo, mapping: RldsMapping, files: tuple[str, ...]) -> 
         path = info.root / name
         if not path.is_file():
             raise RecordError(f"{path}: missing -> restore the file")
+        # Size and time, not content: the point of the cache is not to read the files.
         status = path.stat()
         digest.update(f"{name} {status.st_size} {status.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:24]
@@ -93,7 +94,9 @@ def _scan(info: RldsInfo, mapping: RldsMapping, files: tuple[str, ...], expected
     def read(number: int) -> list[EpisodeFacts]:
         return _scan_file(info, mapping, files[number], expected[number])
 
+    # None: tqdm shows itself on terminals only.
     quiet = True if os.environ.get("RANK", "0") != "0" else None
+    # Reading and checksums release the interpreter lock; parsing does not, so more threads gain nothing.
     with ThreadPoolExecutor(READER_THREADS) as pool:
         facts = list(tqdm(pool.map(read, range(len(files))), total=len(files), unit="file", desc="index", disable=quiet))
     flat = [(file, episode) for file, episodes in enumerate(facts) for episode in episodes]
@@ -130,6 +133,7 @@ def _scan_file(info: RldsInfo, mapping: RldsMapping, name: str, expected: int) -
                 raise ValueError(f"{path}, record {place.number}: {problem} -> correct {mapping.where}") from problem
     finally:
         file.close()
+    # A file cut at a record's end has correct checksums: only the count tells.
     if len(episodes) != expected:
         raise RecordError(
             f"{path}: {len(episodes)} records, dataset_info.json says {expected}: the file is cut off or of another version "
@@ -141,11 +145,13 @@ def _scan_file(info: RldsInfo, mapping: RldsMapping, name: str, expected: int) -
 def _episode(
     place: RecordPlace, example: Mapping[str, Any], features: Mapping[str, RldsFeature], mapping: RldsMapping
 ) -> EpisodeFacts:
+    # Each source once, however many columns take a slice of it.
     sources = {part.source for parts in mapping.columns.values() for part in parts}
     values = {key: numeric_steps(example, features[key]).reshape(-1, features[key].size) for key in sources}
     lengths = {key: len(array) for key, array in values.items()}
     if FIRST_STEP in example:
         lengths[FIRST_STEP] = len(feature_values(example, FIRST_STEP))
+    # Counted, not decoded: decoding would make this pass a hundred times slower.
     for key in mapping.cameras.values():
         lengths[key] = len(feature_values(example, key))
     texts_T = [] if mapping.instruction is None else text_steps(example, mapping.instruction)
@@ -192,6 +198,7 @@ def _save(index: RldsIndex, target: Path) -> None:
     temporary = target.with_suffix(f".{os.getpid()}.tmp")
     with temporary.open("wb") as stream:
         np.savez(stream, about=np.frombuffer(about.encode(), dtype=np.uint8), **arrays)
+    # Whole or not at all, for readers that hold no lock.
     os.replace(temporary, target)
 
 

@@ -67,6 +67,7 @@ class Part:
         part_Td = values_TD if self.slice is None else values_TD[:, self.slice[0] : self.slice[1]]
         if self.transform is None:
             return part_Td
+        # float32 constants: the result must not depend on the promotion rules of a NumPy version.
         if self.transform == "invert":
             return np.float32(1.0) - part_Td
         if self.transform == "negate":
@@ -85,6 +86,7 @@ def _held(command_Td: np.ndarray, threshold: float) -> np.ndarray:
 
     Before the first command the opposite of it holds: a gripper is first told to leave the state it is in.
     """
+    # A dead zone around 0: commands of some robots are not exactly 0 when nothing is meant.
     signs_Td = np.where(command_Td > threshold, 1.0, np.where(command_Td < -threshold, -1.0, 0.0))
     for dim in range(signs_Td.shape[1]):
         given = np.flatnonzero(signs_Td[:, dim])
@@ -127,6 +129,7 @@ def read_mapping(value: str | None, info: RldsInfo, defaults: MappingDefaults = 
     if value is None:
         what = f"{info.file_format} files do not state their rate and name their columns freely"
         raise ValueError(f"{info.root}: {what} -> {_suggestion(info, defaults)}")
+    # Inline JSON for short mappings on a command line.
     where = defaults.flag if value.lstrip().startswith("{") else value
     try:
         text = value if where != value else Path(value).read_text(encoding="utf-8-sig")
@@ -146,6 +149,7 @@ def resolve(content: Mapping[str, Any], info: RldsInfo, where: str, defaults: Ma
     fps = content.get("fps")
     if not isinstance(fps, int | float) or fps <= 0:
         problems.append(f"fps is {fps!r}; the recording rate in frames per second is needed")
+    # Defaults stay for columns that the file does not name.
     raw_columns = {**_default_columns(info, defaults), **content.get("columns", {})}
     columns = {name: _parts(name, parts, problems) for name, parts in raw_columns.items() if parts}
     problems += [f"no column {name!r}, and no default fits" for name in (STATE, ACTION) if name not in columns]
@@ -203,6 +207,7 @@ def _part_problems(name: str, part: Part, feature: RldsFeature | None) -> list[s
     problems = []
     if feature.size < 1:
         problems.append(f"column {name!r}: {part.source!r} has the open shape {list(feature.shape)}")
+    # Python would clip or wrap these without a word.
     if part.slice is not None:
         ok = len(part.slice) == 2 and all(isinstance(i, int) for i in part.slice)
         if not ok or not 0 <= part.slice[0] < part.slice[1] <= feature.size:

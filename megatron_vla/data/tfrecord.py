@@ -84,6 +84,7 @@ class TFRecordFile:
         self._descriptor: int | None = os.open(path, os.O_RDONLY)
         self._content: bytes | None = None
         self._size = os.fstat(self._descriptor).st_size
+        # By content: TFDS gives compressed files no other name.
         if os.pread(self._descriptor, 2, 0) == GZIP_MAGIC:
             self._content = self._decompress()
             self._size = len(self._content)
@@ -107,6 +108,7 @@ class TFRecordFile:
         parts = []
         while size > 0:
             part = os.pread(self._descriptor, size, offset)
+            # The end of the file: the caller knows what is missing.
             if not part:
                 break
             parts.append(part)
@@ -129,6 +131,7 @@ class TFRecordFile:
         size, stored = struct.unpack("<QI", header)
         if masked(self._crc32c(header[:8])) != stored:
             raise RecordError(f"{self.path}, record {number}: wrong checksum of its length at byte {offset} -> {RESTORE}")
+        # Before reading: a wrong length that passed its checksum must not allocate terabytes.
         if offset + HEADER_BYTES + size + FOOTER_BYTES > self._size:
             missing = offset + HEADER_BYTES + size + FOOTER_BYTES - self._size
             raise RecordError(f"{self.path}, record {number}: cut off, {missing} of its {size} bytes are missing -> {RESTORE}")
@@ -139,6 +142,7 @@ class TFRecordFile:
         framed = self._bytes_at(place.offset, place.size + FOOTER_BYTES)
         if len(framed) < place.size + FOOTER_BYTES:
             raise RecordError(f"{self.path}, record {place.number}: the file became shorter since it was indexed -> {RESTORE}")
+        # At every read, not only in the index pass: disks and caches fail later too.
         data = framed[:-FOOTER_BYTES]
         if masked(self._crc32c(data)) != struct.unpack("<I", framed[-FOOTER_BYTES:])[0]:
             raise RecordError(f"{self.path}, record {place.number}: wrong checksum of its {place.size} bytes -> {RESTORE}")
@@ -175,6 +179,7 @@ class ArrayRecordFile:
 
     def records(self) -> Iterator[tuple[RecordPlace, bytes]]:
         """All records in file order. Raises RecordError."""
+        # One by one: reading all at once would hold the whole file in memory.
         for number in range(self._reader.num_records()):
             place = RecordPlace(number, number, 0)
             yield place, self.read(place)
