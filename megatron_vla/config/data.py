@@ -78,8 +78,8 @@ class DataConfig:
     """Handling of a zero range: openpi adds 1e-6 to every range, LeRobot replaces exact zeros by 1e-8."""
 
     statistics_path: str | None = None
-    """statistics.json made by tools/compute_norm_stats.py, one file for all datasets of a mixture. Not set: computed at start by
-    every rank and stored in the checkpoint."""
+    """statistics.json made by tools/compute_norm_stats.py, one file for all datasets of a mixture. Not set: computed at start
+    by every rank and stored in the checkpoint."""
 
     statistics_quantiles: Literal["auto", "exact", "histogram"] = "auto"
     """Quantiles by sorting every value, or by openpi's running histogram of 5000 bins. auto: exact up to 100 million values."""
