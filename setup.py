@@ -77,7 +77,15 @@ setup(
         "megatron-core>=0.16.1,<0.20",
     ],
     extras_require={
-        "data": ["av", "decord2", "torchcodec"],
+        "data": [
+            "av",
+            "decord2",
+            "torchcodec",
+            "protobuf",
+            "google-crc32c",
+            "h5py",
+            "array_record; platform_system == 'Linux'",
+        ],
         "eval": ["metaworld==3.1.1", "mujoco==3.3.0", "gymnasium", "packaging", "av"],
         "log": ["matplotlib", "tensorboard", "wandb"],
         "gpu": ["transformer-engine[core_cu13,pytorch]", "flash-attn", "torchao"],

@@ -23,7 +23,10 @@ class CheckConfig:
     """Dataset check"""
 
     data_path: str | None = None
-    """Root folder of a LeRobot v2.0, v2.1 or v3.0 dataset."""
+    """Root folder of a LeRobot v2.0, v2.1, v3.0 or RLDS dataset."""
+
+    rlds_mapping: str | None = None
+    """JSON file (or the JSON itself) with the rate and keys of an RLDS dataset, as training will be told."""
 
     deep: bool = False
     """Decode every frame of every camera too (slow; finds broken pictures, not only broken files)."""
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         action_key=config.action_key,
         dataset_action_representation=config.dataset_action_representation,
     )
-    checked = check_dataset(config.data_path, deep=config.deep, settings=settings)
+    checked = check_dataset(config.data_path, deep=config.deep, settings=settings, rlds_mapping=config.rlds_mapping)
     for name, value in checked.facts.items():
         print(f"{name}: {value}")
     for finding in checked.findings:

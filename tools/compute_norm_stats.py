@@ -1,4 +1,4 @@
-"""Compute statistics.json of a robot dataset: the statistics that --statistics-path reads.
+"""Compute statistics.json of a robot dataset, or of all datasets of a mixture: what --statistics-path reads.
 
     python tools/compute_norm_stats.py --data-path DATASET --model-variant base --output statistics.json
 
@@ -7,8 +7,9 @@ Takes the data, model and model-family flags of pretrain_vla.py, so that the tra
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +18,14 @@ from tqdm import tqdm
 
 from megatron_vla.config.cli import StrictParser, add_section, build_section
 from megatron_vla.config.data import DataConfig
+from megatron_vla.config.datasets import dataset_parts
 from megatron_vla.config.model import ModelConfig
 from megatron_vla.config.run import SECTIONS, RunConfig
-from megatron_vla.data.robot_data import open_columns, read_table, stream_transform
-from megatron_vla.data.statistics import FeatureStatistics
-from megatron_vla.data.statistics_pass import compute_statistics
-from megatron_vla.findings import CheckError, raise_errors
+from megatron_vla.data.dataset import open_table
+from megatron_vla.data.robot_data import OpenedColumns, open_columns, stream_transform
+from megatron_vla.data.statistics import FeatureStatistics, Statistics, save_statistics_of_datasets
+from megatron_vla.data.statistics_pass import StreamTransform, merged_statistics
+from megatron_vla.findings import CheckError, error, raise_errors
 from megatron_vla.models.registry import model_family
 
 
@@ -63,6 +66,42 @@ def format_statistics(name: str, dimension_names: Sequence[str], feature: Featur
     return lines
 
 
+def opened_parts(config: RunConfig) -> dict[str, tuple[OpenedColumns, StreamTransform]]:
+    """Columns and stream of each dataset by name. Raises CheckError with the errors of all of them; prints warnings."""
+    parts, findings = dataset_parts(config.data)
+    raise_errors(findings)
+    if not parts:
+        raise CheckError([error("--data-path", "no dataset given", "name a dataset folder")])
+    opened: dict[str, tuple[OpenedColumns, StreamTransform]] = {}
+    for part in parts:
+        own = dataclasses.replace(config, data=part.data)
+        try:
+            table = open_table(part.data)
+            columns = open_columns(own, table, ())
+            transform = stream_transform(own, table[0].fps)
+        except CheckError as problems:
+            findings += [dataclasses.replace(f, where=f"dataset {part.name}: {f.where}") for f in problems.findings]
+            continue
+        opened[part.name] = columns, transform
+        findings += [dataclasses.replace(f, where=f"dataset {part.name}: {f.where}") for f in columns.findings]
+    raise_errors(findings)
+    for finding in findings:
+        print(finding)
+    return opened
+
+
+def print_statistics(statistics: Statistics, names: Mapping[str, Sequence[str]]) -> None:
+    """Tables, and a note on dimensions that make trouble."""
+    for name, feature in statistics.features.items():
+        print("\n".join(format_statistics(name, names[name], feature)))
+    constant = {n: np.flatnonzero(f.values["q99"] - f.values["q01"] < 1e-3).tolist() for n, f in statistics.features.items()}
+    for name, dims in constant.items():
+        if dims:
+            print(
+                f"note: {name} dimension(s) {dims} hardly move (q99 - q01 < 0.001): rare values there normalize to huge numbers"
+            )
+
+
 def main(arguments: Sequence[str]) -> int:
     """Exit status: 0, or 1 with the findings printed."""
     config, output = parse(arguments)
@@ -71,28 +110,26 @@ def main(arguments: Sequence[str]) -> int:
         print(f"--output {path} exists; add --overwrite to replace it", file=sys.stderr)
         return 1
     try:
-        columns = open_columns(config, read_table(config), ())
-        raise_errors(columns.findings)
+        opened = opened_parts(config)
     except CheckError as problems:
         print(problems, file=sys.stderr)
         return 1
-    for finding in columns.findings:
-        print(finding)
-    with tqdm(total=len(columns.samples), unit="sample", disable=None) as bar:
-        statistics = compute_statistics(
-            columns.dataset, stream_transform(config), columns.samples, config.data.statistics_quantiles, bar.update
-        )
+    streams = [(columns.dataset, transform, columns.samples) for columns, transform in opened.values()]
+    num_samples = sum(len(samples) for _, _, samples in streams)
+    merged = config.data.mixture_statistics == "merged"
+    with tqdm(total=num_samples, unit="sample", disable=None) as bar:
+        groups = [streams] if merged else [[stream] for stream in streams]
+        computed = [s for group in groups for s in merged_statistics(group, config.data.statistics_quantiles, bar.update)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    statistics.save(path)
-    for name, feature in statistics.features.items():
-        print("\n".join(format_statistics(name, columns.names[name], feature)))
-    constant = {n: np.flatnonzero(f.values["q99"] - f.values["q01"] < 1e-3).tolist() for n, f in statistics.features.items()}
-    for name, dims in constant.items():
-        if dims:
-            print(
-                f"note: {name} dimension(s) {dims} hardly move (q99 - q01 < 0.001): rare values there normalize to huge numbers"
-            )
-    print(f"wrote {path} ({len(columns.samples)} samples, {statistics.quantiles} quantiles)")
+    if len(opened) == 1:
+        computed[0].save(path)
+    else:
+        save_statistics_of_datasets(path, dict(zip(opened, computed, strict=True)))
+    for statistics, (name, (columns, _)) in zip(computed, opened.items(), strict=True):
+        if len(opened) > 1:
+            print(f"-- dataset {name}" + (" (merged: the same for all)" if merged else ""))
+        print_statistics(statistics, columns.names)
+    print(f"wrote {path} ({num_samples} samples, {computed[0].quantiles} quantiles)")
     print(f"use it with --statistics-path {path}")
     return 0
 

@@ -19,8 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from megatron_vla.config.cli import StrictParser, add_section, build_section
+from megatron_vla.config.datasets import split_data_path
 from megatron_vla.data.metadata import read_metadata
 from megatron_vla.data.prompt import NUM_STATE_BINS, SentencePieceTokenizer, clean_instruction, state_prompt
+from megatron_vla.data.rlds_features import is_rlds
 
 # Prompts per instruction in the training text: enough that every " 128" is frequent enough to become a piece.
 PROMPTS_PER_INSTRUCTION = 400
@@ -33,7 +35,10 @@ class TokenizerConfig:
     """Tokenizer: a small SentencePiece model for one dataset's instructions"""
 
     data_path: tuple[str, ...] = ()
-    """Root folders of LeRobot datasets whose instructions are learned (required)."""
+    """Root folders of the datasets whose instructions are learned (required), as training takes them: [NAME=]FOLDER."""
+
+    rlds_mapping: str | None = None
+    """JSON file (or the JSON itself) with the rate and keys of RLDS datasets among them."""
 
     output: str = ""
     """File to write, for example tokenizer.model (required)."""
@@ -95,7 +100,9 @@ def train_from_datasets(config: TokenizerConfig) -> SentencePieceTokenizer:
     """Train, write --output, and return the tokenizer. Raises ValueError for missing flags."""
     if not config.data_path or not config.output:
         raise ValueError("--data-path and --output are both needed")
-    instructions = [text for path in config.data_path for text in read_metadata(path)[0].instructions]
+    folders = [split_data_path(path)[1] for path in config.data_path]
+    mappings = [config.rlds_mapping if is_rlds(Path(folder)) else None for folder in folders]
+    instructions = [t for f, m in zip(folders, mappings, strict=True) for t in read_metadata(f, m)[0].instructions]
     model_bytes = train_tokenizer([text for text in instructions if text.strip()], config.vocab_size)
     output = Path(config.output)
     output.parent.mkdir(parents=True, exist_ok=True)

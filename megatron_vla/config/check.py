@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_vla.config.cli import flag_name
+from megatron_vla.config.data import DataConfig
+from megatron_vla.config.datasets import DatasetPart, dataset_parts, split_data_path
 from megatron_vla.config.run import RunConfig
 from megatron_vla.config.training import LoggingConfig
 from megatron_vla.data.mock import FIRST_TOKEN, NUM_PHASES
@@ -26,7 +29,7 @@ MAX_SEED = 2**63 - 1  # torch's generators take a signed 64-bit seed
 
 def check(config: RunConfig, family: Any, world_size: int) -> list[Finding]:
     """All findings about the flags of one run on `world_size` ranks, the family's own rules included."""
-    rules = (_finite, _numbers, _precision, _batch, _mock, _schedule, _data, _paths, _checkpoints, _logging)
+    rules = (_finite, _numbers, _stalls, _precision, _batch, _mock, _schedule, _data, _paths, _checkpoints, _logging)
     findings = [finding for rule in rules for finding in rule(config)]
     findings += _layout(config)
     sizes = layout_size_findings(config.parallel, world_size)
@@ -160,6 +163,10 @@ def _numbers(config: RunConfig) -> Iterator[Finding]:
         ("--prompt-bucket-size", config.data.prompt_bucket_size, 32),
         ("--video-decoder-cache-size", config.data.video_decoder_cache_size, 8),
         ("--prefetch-factor", config.data.prefetch_factor, 2),
+        ("--shard-bytes", config.data.shard_bytes, 128 << 20),
+        ("--shard-cache-bytes", config.data.shard_cache_bytes, 4 << 30),
+        ("--decode-lanes", config.data.decode_lanes, 8),
+        ("--data-stall-timeout-seconds", config.data.data_stall_timeout_seconds, 300),
         ("--distributed-timeout-minutes", config.parallel.distributed_timeout_minutes, 10),
         ("--distributed-startup-timeout-minutes", config.parallel.distributed_startup_timeout_minutes, 60),
     )
@@ -177,6 +184,7 @@ def _numbers(config: RunConfig) -> Iterator[Finding]:
             yield error(flag, f"{value} is not positive", f"for example {flag} {working}")
     for flag, value in (
         ("--num-workers", config.data.num_workers),
+        ("--prefetch-shards", config.data.prefetch_shards),
         ("--lr-warmup-iters", config.optimizer.lr_warmup_iters),
         ("--clip-grad", config.optimizer.clip_grad),
         ("--weight-decay", config.optimizer.weight_decay),
@@ -198,6 +206,16 @@ def _numbers(config: RunConfig) -> Iterator[Finding]:
         yield error("--ema-decay", f"{ema} is outside (0, 1)", "for example --ema-decay 0.999, or leave it out")
 
 
+def _stalls(config: RunConfig) -> Iterator[Finding]:
+    seconds, timeout = config.data.data_stall_timeout_seconds, 60 * config.parallel.distributed_timeout_minutes
+    if seconds >= timeout:
+        what = (
+            f"{seconds:g} is not below the {timeout:g} s of --distributed-timeout-minutes: the collective would time out first "
+            "and name no file"
+        )
+        yield error("--data-stall-timeout-seconds", what, f"use --data-stall-timeout-seconds {timeout / 2:g} or less")
+
+
 def _precision(config: RunConfig) -> Iterator[Finding]:
     if config.model.bf16 and config.model.fp64:
         yield error("--bf16, --fp64", "both are set", "choose one")
@@ -208,7 +226,7 @@ def _batch(config: RunConfig) -> Iterator[Finding]:
     if data.mock_data and data.data_path:
         yield error("--mock-data, --data-path", "both are set", "drop one of them")
     if not data.mock_data and not data.data_path:
-        yield error("--data-path", "no dataset given", "name a LeRobot dataset folder, or use --mock-data")
+        yield error("--data-path", "no dataset given", "name a LeRobot or RLDS dataset folder, or use --mock-data")
 
 
 def _mock(config: RunConfig) -> Iterator[Finding]:
@@ -244,7 +262,14 @@ def _schedule(config: RunConfig) -> Iterator[Finding]:
 
 
 def _data(config: RunConfig) -> Iterator[Finding]:
-    data = config.data
+    parts, findings = dataset_parts(config.data)
+    yield from findings
+    for part in parts or [DatasetPart("", config.data, None)]:
+        for finding in _data_of_one(part.data):
+            yield finding if len(parts) < 2 else replace(finding, where=f"dataset {part.name}: {finding.where}")
+
+
+def _data_of_one(data: DataConfig) -> Iterator[Finding]:
     if data.model_action_representation == "delta":
         if data.dataset_action_representation == "delta":
             yield error(
@@ -274,7 +299,7 @@ def _paths(config: RunConfig) -> Iterator[Finding]:
         ("--tokenizer-model", config.data.tokenizer_model),
         ("--exclude-episodes-file", config.data.exclude_episodes_file),
         ("--pretrained-checkpoint", config.model.pretrained_checkpoint),
-        *(("--data-path", path) for path in config.data.data_path),
+        *(("--data-path", split_data_path(path)[1]) for path in config.data.data_path),
     ):
         if path is not None and not Path(path).exists():
             yield error(flag, f"{path} does not exist", "give an existing local path (nothing is downloaded)")

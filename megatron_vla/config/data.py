@@ -5,13 +5,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+AugmentationKind = Literal["none", "openpi_torch", "openpi_jax"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Data: datasets, cameras, prompt, normalization, loading"""
 
     data_path: tuple[str, ...] = ()
-    """Root folder of a LeRobot v2.0, v2.1 or v3.0 dataset, read in place."""
+    """Root folder of a LeRobot v2.0, v2.1, v3.0 or RLDS dataset, read in place. Several, each [NAME=]FOLDER, are mixed; the
+    name is the folder's if not given."""
+
+    data_weights: tuple[float, ...] = ()
+    """Share of each --data-path in the samples, in any unit. Not set: by size, so that each sample is seen once per epoch."""
+
+    data_override: tuple[str, ...] = ()
+    """NAME:FLAG=VALUE[,VALUE] sets a flag of this group for one dataset of a mixture, for example libero:action-key=actions."""
+
+    mixture_statistics: Literal["per_dataset", "merged"] = "per_dataset"
+    """Normalize each dataset of a mixture by its own statistics, or all by those of all samples together (equal dimensions)."""
+
+    rlds_mapping: str | None = None
+    """JSON file (or the JSON itself) with the rate and, where defaults do not fit, the keys of an RLDS dataset."""
+
+    action_fps: float | None = None
+    """Steps per second of the action chunk. Not set: the dataset's own rate, one step per frame."""
+
+    action_horizon_seconds: float | None = None
+    """Length of the action chunk in seconds, whatever the dataset's rate; sets --action-fps to --action-horizon over it."""
+
+    action_resampling: Literal["exact", "nearest", "linear"] = "exact"
+    """How a chunk gets --action-fps: every k-th frame (anything else is an error), the nearest frame, or between frames."""
 
     mock_data: bool = False
     """Deterministic synthetic samples instead of a dataset (benchmarks, launcher tests)."""
@@ -26,7 +50,8 @@ class DataConfig:
     """Valid prompt tokens of a mock sample."""
 
     camera_map: tuple[str, ...] = ()
-    """VIEW=DATASET_KEY pairs, for example base=observation.images.top; the order is the order of the model's views."""
+    """VIEW=DATASET_KEY pairs, for example base=observation.images.top; the order is the order of the model's views. In a
+    mixture NAME:VIEW=DATASET_KEY holds for one dataset; views that it does not map are empty, masked slots there."""
 
     num_images: int | None = None
     """Image slots of the model. Not set: as many as cameras are mapped. More: the rest are empty, masked slots."""
@@ -53,7 +78,8 @@ class DataConfig:
     """Handling of a zero range: openpi adds 1e-6 to every range, LeRobot replaces exact zeros by 1e-8."""
 
     statistics_path: str | None = None
-    """statistics.json made by tools/compute_norm_stats.py. Not set: computed at start (rank 0) and stored in the checkpoint."""
+    """statistics.json made by tools/compute_norm_stats.py, one file for all datasets of a mixture. Not set: computed at start
+    by every rank and stored in the checkpoint."""
 
     statistics_quantiles: Literal["auto", "exact", "histogram"] = "auto"
     """Quantiles by sorting every value, or by openpi's running histogram of 5000 bins. auto: exact up to 100 million values."""
@@ -94,8 +120,35 @@ class DataConfig:
     exclude_episodes_file: str | None = None
     """Text file with one episode index per line to leave out (tools/check_dataset.py writes one)."""
 
+    augmentation: AugmentationKind = "none"
+    """Random crop, rotation and colours of training images, as openpi's PyTorch or JAX code does it (they differ)."""
+
+    augmentation_device: Literal["cpu", "gpu"] = "cpu"
+    """Augment in the data workers, or on the training device in one batched pass (a quarter of the bytes to copy)."""
+
+    action_horizon_policy: Literal["clamp", "complete"] = "clamp"
+    """Frames to train on: all (chunks beyond the episode's end repeat its last action), or only those with a full chunk."""
+
     shuffle: bool = True
     """Shuffle samples each epoch. Off: storage order."""
+
+    data_access: Literal["random", "decode_once"] = "random"
+    """random: any frame at any time. decode_once: shards of episodes are decoded in one pass and shuffled inside."""
+
+    shard_bytes: int = 128 << 20
+    """Decoded bytes of a shard with --data-access decode_once (a part of the sample order; larger mixes more episodes)."""
+
+    decode_lanes: int = 8
+    """Shards that are mixed at a time, over all ranks (a part of the sample order; a multiple of the data-parallel size)."""
+
+    shard_cache_bytes: int = 4 << 30
+    """Host memory per rank for decoded shards; a start that would need more is refused."""
+
+    prefetch_shards: int = 2
+    """Shards decoded ahead by the data workers; 0 decodes in the training process when a shard is needed."""
+
+    data_stall_timeout_seconds: float = 300.0
+    """End all ranks, naming file and worker, when one waits longer for a batch; must be below the process-group timeout."""
 
     video_backend: Literal["auto", "pyav", "decord", "torchcodec"] = "auto"
     """Video decoder. auto: first one that decodes every codec of the dataset; an explicit choice has no fallback."""

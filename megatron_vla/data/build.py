@@ -6,141 +6,24 @@ rank 0.
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from megatron_vla.config.datasets import DatasetPart, dataset_parts
 from megatron_vla.config.run import RunConfig
-from megatron_vla.data.batch import Batch
-from megatron_vla.data.image import check_image_range
-from megatron_vla.data.loader import DrawnSamples, RobotSource, SampleSource, StageTimes, load_micro_batches
+from megatron_vla.data.loader import RobotSource
+from megatron_vla.data.locator import LocatorIndex, build_shards
+from megatron_vla.data.mixture import MixtureOrder, MixtureSource, dataset_order
 from megatron_vla.data.mock import MockSource
-from megatron_vla.data.preprocess import Preprocessor
-from megatron_vla.data.sampler import GlobalOrder, MicroBatchSampler
-from megatron_vla.findings import CheckError, Finding, error
+from megatron_vla.data.shard_order import ShardOrder
+from megatron_vla.data.supply import DataSupply
+from megatron_vla.findings import CheckError, error, raise_errors
 
-
-class DataSupply:
-    """Micro-batches of one run, in an order that depends on the seed only.
-
-    num_samples per epoch; preprocessor (None for mock data); order_hash; findings (the warnings); expected_padded_fraction:
-    share of action steps beyond their episode's end that lengths and horizon imply.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        source: SampleSource,
-        num_samples: int,
-        preprocessor: Preprocessor | None,
-        findings: list[Finding],
-        expected_padded_fraction: float,
-    ) -> None:
-        self.config = config
-        self.source = source
-        self.num_samples = num_samples
-        self.preprocessor = preprocessor
-        self.findings = findings
-        self.expected_padded_fraction = expected_padded_fraction
-        self.order = GlobalOrder(num_samples, config.training.seed, config.data.shuffle)
-        # Printed, stored in checkpoints, compared at resume.
-        self.order_hash = self.order.order_hash()
-        self._samples = DrawnSamples(source, config.training.seed, config.family.action_horizon, config.family.max_action_dim)
-        self._times = StageTimes()
-        self._open: list[Iterator[Batch]] = []
-
-    def prefetch_line(self) -> str:
-        """The bound on micro-batches that wait in host memory, for the log."""
-        data, size = self.config.data, self.config.training.micro_batch_size
-        arrays = self._samples[0, 0][0].values()
-        mebibytes = size * sum(np.asarray(array).nbytes for array in arrays) / 2**20
-        waiting = data.num_workers * data.prefetch_factor
-        return (
-            f"prefetch: at most {data.num_workers} workers x {data.prefetch_factor} micro-batches x {mebibytes:.1f} MiB = "
-            f"{waiting * mebibytes / 1024:.2f} GiB of host memory per rank (--num-workers, --prefetch-factor)"
-        )
-
-    def sampler(
-        self, consumed_samples: int, data_parallel_rank: int, data_parallel_size: int, num_iterations: int
-    ) -> MicroBatchSampler:
-        """Sample numbers of one rank from `consumed_samples` on."""
-        micro_batch_size = self.config.training.micro_batch_size
-        global_batch_size = self.config.training.global_batch_size or micro_batch_size * data_parallel_size
-        return MicroBatchSampler(
-            self.order,
-            consumed_samples,
-            micro_batch_size,
-            global_batch_size,
-            data_parallel_rank,
-            data_parallel_size,
-            num_iterations,
-        )
-
-    def iterator(
-        self,
-        consumed_samples: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        num_iterations: int,
-        device_is_cuda: bool,
-    ) -> Iterator[Batch]:
-        """Micro-batches of `num_iterations` steps, in order, on the CPU (pinned when `device_is_cuda`).
-
-        Raises SampleError when a sample cannot be made, ValueError when the first batch's images are out of range.
-        """
-        sampler = self.sampler(consumed_samples, data_parallel_rank, data_parallel_size, num_iterations)
-        # Kept to be closed: workers must not outlive the run.
-        batches = self._batches(sampler, self.config.data.num_workers, device_is_cuda)
-        self._open.append(batches)
-        return batches
-
-    def first_batch(self, consumed_samples: int = 0, data_parallel_rank: int = 0, data_parallel_size: int = 1) -> Batch:
-        """The first micro-batch, loaded in this process: what `iterator` with the same arguments yields first."""
-        # In this process, before any worker: an error here has a readable traceback.
-        sampler = self.sampler(consumed_samples, data_parallel_rank, data_parallel_size, 1)
-        return next(self._batches(sampler, num_workers=0, pin_memory=False))
-
-    def _batches(self, sampler: MicroBatchSampler, num_workers: int, pin_memory: bool) -> Iterator[Batch]:
-        data = self.config.data
-        batches = load_micro_batches(
-            self._samples,
-            sampler,
-            num_workers=min(num_workers, len(sampler)),
-            prefetch_factor=data.prefetch_factor,
-            padding=data.prompt_padding,
-            bucket_size=data.prompt_bucket_size,
-            pin_memory=pin_memory,
-            report=self._add_times,
-        )
-        for number, batch in enumerate(batches):
-            # The one range check: every later batch comes from the same code.
-            if number == 0:
-                check_image_range(batch.images_BVCHW)
-            yield batch
-
-    def _add_times(self, times: StageTimes) -> None:
-        self._times.add(times)
-
-    def metrics(self) -> dict[str, float]:
-        """Since the last call.
-
-        Milliseconds of worker time per sample for reading (with decoding) and transforming; cut prompts.
-        """
-        times, self._times = self._times, StageTimes()
-        samples = max(1, times.num_samples)
-        return {
-            "data_read_ms": 1e3 * times.read_seconds / samples,
-            "data_transform_ms": 1e3 * times.transform_seconds / samples,
-            "num_truncated_prompts": float(times.num_truncated_prompts),
-        }
-
-    def close(self) -> None:
-        """Stop the workers."""
-        for batches in self._open:
-            batches.close()  # type: ignore[attr-defined]
-        self._open.clear()
+if TYPE_CHECKING:
+    from megatron_vla.data.dataset import RobotDataset
+    from megatron_vla.data.robot_data import PreparedData
 
 
 def build_data(config: RunConfig, family: Any) -> DataSupply:
@@ -151,13 +34,70 @@ def build_data(config: RunConfig, family: Any) -> DataSupply:
     from megatron_vla.data.robot_data import prepare_robot_data
 
     quiet = int(os.environ.get("RANK", "0")) != 0
+    parts, findings = dataset_parts(config.data)
+    raise_errors(findings)
+    if len(parts) > 1:
+        return _build_mixture(config, parts, "state_BD" in family.batch_fields, quiet)
+    if parts:
+        # Names and per-dataset forms of the flags mean something with one dataset too.
+        config = dataclasses.replace(config, data=parts[0].data)
     prepared = prepare_robot_data(config, state_is_model_input="state_BD" in family.batch_fields)
-    source = RobotSource(prepared.dataset, prepared.preprocessor, prepared.rows)
+    order, locators = None, None
+    if config.data.data_access == "decode_once":
+        locators = _locators(config, prepared)
+        order = _shard_order(config, prepared.dataset, locators)
     supply = DataSupply(
-        config, source, prepared.num_samples, prepared.preprocessor, prepared.findings, prepared.expected_padded_fraction
+        config,
+        RobotSource(prepared.dataset, prepared.preprocessor, prepared.rows, locators),
+        prepared.num_samples,
+        prepared.preprocessor,
+        prepared.findings,
+        prepared.expected_padded_fraction,
+        order,
+        tuple(prepared.preprocessor.settings.camera_map.slot_names()),
     )
     if not quiet:
         # The line decodes a sample, so a dataset that cannot be read ends here and not in a worker.
+        print("\n".join([*prepared.summary, supply.prefetch_line()]), flush=True)
+    return supply
+
+
+def _locators(config: RunConfig, prepared: PreparedData) -> LocatorIndex:
+    folder = config.data.data_cache_path
+    return LocatorIndex(prepared.dataset.table.length_E, prepared.rows, None if folder is None else Path(folder))
+
+
+def _shard_order(config: RunConfig, dataset: RobotDataset, locators: LocatorIndex) -> ShardOrder:
+    """Order of --data-access decode_once, from shards of equal decoded bytes."""
+    data, features = config.data, dataset.table.features
+    frame_bytes = sum(features[camera].size for camera in dataset.cameras)
+    shards = build_shards(locators.first_sample_E, frame_bytes, data.shard_bytes, in_storage_order=not data.shuffle)
+    # Storage order cannot be read in several lanes at once.
+    return ShardOrder(shards, config.training.seed, data.shuffle, data.decode_lanes if data.shuffle else 1)
+
+
+def _build_mixture(config: RunConfig, parts: list[DatasetPart], state_is_model_input: bool, quiet: bool) -> DataSupply:
+    from megatron_vla.data.mixture_data import prepare_mixture
+
+    prepared = prepare_mixture(config, parts, state_is_model_input)
+    sizes = [data.num_samples for data in prepared.parts]
+    sources = [RobotSource(data.dataset, data.preprocessor, data.rows) for data in prepared.parts]
+    seed, shuffle = config.training.seed, config.data.shuffle
+    orders = tuple(dataset_order(size, seed, shuffle, number) for number, size in enumerate(sizes))
+    if config.data.data_access != "random":
+        what = f"decode_once with {len(parts)} datasets: shards of a mixture do not exist"
+        raise CheckError([error("--data-access", what, "use --data-access random, or one dataset")])
+    supply = DataSupply(
+        config,
+        MixtureSource(sources, sizes),
+        sum(sizes),
+        prepared.preprocessor,
+        prepared.findings,
+        prepared.expected_padded_fraction,
+        MixtureOrder(orders, prepared.quota_M, seed, shuffle),
+        tuple(prepared.parts[0].preprocessor.settings.camera_map.slot_names()),
+    )
+    if not quiet:
         print("\n".join([*prepared.summary, supply.prefetch_line()]), flush=True)
     return supply
 
@@ -182,4 +122,7 @@ def _build_mock(config: RunConfig) -> DataSupply:
         action_loss=model.action_loss,
         seed=config.training.seed,
     )
-    return DataSupply(config, source, data.mock_num_samples, None, [], 0.0)
+    if data.data_access != "random":
+        raise CheckError([error("--data-access", "mock data has no episodes to decode", "use --data-access random")])
+    views = tuple(f"view_{i}" for i in range(num_images))
+    return DataSupply(config, source, data.mock_num_samples, None, [], 0.0, views=views)

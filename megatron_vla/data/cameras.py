@@ -13,7 +13,10 @@ SUGGESTED_VIEWS = ("base", "left_wrist", "right_wrist")  # the order of Pi0.5's 
 
 @dataclass(frozen=True)
 class CameraMap:
-    """`views[i]` is fed from dataset camera `keys[i]`; `num_images - len(views)` empty, masked slots follow."""
+    """`views[i]` is fed from dataset camera `keys[i]`; `num_images - len(views)` empty, masked slots follow.
+
+    A key "" is a view that this dataset of a mixture does not have: an empty, masked slot as well.
+    """
 
     views: tuple[str, ...]
     keys: tuple[str, ...]
@@ -23,20 +26,34 @@ class CameraMap:
         """One name per image slot; empty slots are called empty_0, empty_1, ..."""
         return [*self.views, *(f"empty_{i}" for i in range(self.num_images - len(self.views)))]
 
+    @property
+    def is_present(self) -> tuple[bool, ...]:
+        """For each image slot, whether a camera feeds it."""
+        return (*(bool(key) for key in self.keys), *(False for _ in range(self.num_images - len(self.keys))))
+
+    def arranged(self, views: Sequence[str], num_images: int) -> CameraMap:
+        """The same bindings in a layout that several datasets share; views without camera here get the key ""."""
+        key_of = dict(zip(self.views, self.keys, strict=True))
+        assert set(key_of) <= set(views), "the layout has every view"
+        return CameraMap(tuple(views), tuple(key_of.get(view, "") for view in views), num_images)
+
     def select(self, images: Mapping[str, Any]) -> list[Any]:
-        """Values of `images` in view order, whatever order the dict has. Raises ValueError naming both lists and the map."""
+        """Values of `images` in view order, whatever order the dict has; None for views without camera.
+
+        Raises ValueError naming both lists and the map.
+        """
         # A black picture in place of a missing camera would train and serve without a word.
-        missing = [key for key in self.keys if key not in images]
+        missing = [key for key in self.keys if key and key not in images]
         if missing:
             raise ValueError(
                 f"camera(s) {', '.join(missing)} are missing; given: {', '.join(images) or 'none'}; "
                 f"the camera map is {' '.join(self.to_flag_values())}"
             )
-        return [images[key] for key in self.keys]
+        return [images[key] if key else None for key in self.keys]
 
     def to_flag_values(self) -> list[str]:
         """Values of --camera-map."""
-        return [f"{view}={key}" for view, key in zip(self.views, self.keys, strict=True)]
+        return [f"{view}={key}" for view, key in zip(self.views, self.keys, strict=True) if key]
 
 
 def suggested_flag(camera_keys: Iterable[str]) -> str:

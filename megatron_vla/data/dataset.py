@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from megatron_vla.config.data import DataConfig
+from megatron_vla.config.datasets import split_data_path
+from megatron_vla.data.action_steps import ActionSteps, action_steps
 from megatron_vla.data.cameras import suggested_flag
 from megatron_vla.data.dataset_check import (
     START_VIDEO_FILES,
@@ -23,7 +25,6 @@ from megatron_vla.data.dataset_check import (
     instruction_codes,
     missing_columns,
     once,
-    padded_share,
 )
 from megatron_vla.data.dataset_check_columns import motion_facts
 from megatron_vla.data.dataset_check_files import Found, check_table, check_video_files
@@ -74,18 +75,19 @@ class RobotDataset:
         state_key: str,
         action_key: str,
         cameras: Sequence[str],
-        action_horizon: int,
+        steps: ActionSteps,
         backend: str,
         cache_size: int,
         findings: Sequence[Finding] = (),
         summary: Sequence[str] = (),
     ):
-        self.table = table
+        # The columns are held once, below: a table of record files would carry a second copy to every worker.
+        self.table = table.without_columns()
         self.cameras = tuple(cameras)
         self.state_key, self.action_key = state_key, action_key
-        self.action_horizon = action_horizon
+        self.steps = steps
         self.findings, self.summary = tuple(findings), tuple(summary)
-        self.frames = FrameSource(table, backend, cache_size)
+        self.frames = FrameSource(self.table, backend, cache_size)
         text_of_N, self._texts = instruction_codes(table, columns)
         arrays = {
             "state": columns.values[state_key].reshape(columns.num_rows, -1),
@@ -101,6 +103,11 @@ class RobotDataset:
 
     def __len__(self) -> int:
         return len(self._arrays["row"])
+
+    @property
+    def action_horizon(self) -> int:
+        """Steps of an action chunk."""
+        return self.steps.horizon
 
     @property
     def state_ND(self) -> np.ndarray:
@@ -136,13 +143,26 @@ class RobotDataset:
         """Sample `index`. Raises ValueError naming file, episode, camera and frame when a picture cannot be had."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        row, frame = int(self._row_of_N[index]), int(self.frame_of_N[index])
+        row, frame = self.table_row(index), int(self.frame_of_N[index])
+        return self.raw_sample(index, {camera: self.frames.frames(camera, row, [frame])[0] for camera in self.cameras})
+
+    @property
+    def length_of_N(self) -> np.ndarray:
+        """Frames of each sample's episode, int64 [N]."""
+        return self.table.length_E[self._row_of_N]
+
+    def table_row(self, index: int) -> int:
+        """Row of the episode table that sample `index` belongs to."""
+        return int(self._row_of_N[index])
+
+    def raw_sample(self, index: int, images: dict[str, np.ndarray]) -> RawSample:
+        """Sample `index` with pictures (camera -> uint8 [H, W, C]) that were decoded already."""
         actions_TD, is_in_episode_T = self.action_chunk(index)
         return RawSample(
             index=int(index),
-            episode_index=int(self.table.episode_index_E[row]),
-            frame_index=frame,
-            images={camera: self.frames.frames(camera, row, [frame])[0] for camera in self.cameras},
+            episode_index=int(self.table.episode_index_E[self.table_row(index)]),
+            frame_index=int(self.frame_of_N[index]),
+            images=images,
             state_D=self.state_ND[index].copy(),
             actions_TD=actions_TD,
             action_is_in_episode_T=is_in_episode_T,
@@ -152,8 +172,8 @@ class RobotDataset:
     def action_chunk(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(actions_TD float32, is_in_episode_T bool) from sample `index` on, repeating the episode's last action."""
         last = int(self._first_E[self._row_of_N[index] + 1]) - 1
-        wanted = index + np.arange(self.action_horizon)
-        return self.actions_ND[np.minimum(wanted, last)], wanted <= last
+        actions_NTD, is_in_episode_NT = self.steps.chunks(self.actions_ND, np.array([index]), np.array([last]))
+        return actions_NTD[0], is_in_episode_NT[0]
 
     def instruction(self, index: int) -> str:
         """Task text of sample `index`; empty if it has none."""
@@ -181,13 +201,27 @@ class RobotDataset:
         return digest.hexdigest()
 
 
-def build_robot_dataset(data_config: DataConfig, action_horizon: int, camera_keys: Sequence[str]) -> RobotDataset:
-    """Open, check and index the dataset of --data-path for `camera_keys`. Raises CheckError with everything found."""
+def open_table(data_config: DataConfig) -> tuple[EpisodeTable, list[Finding]]:
+    """Metadata of the one dataset of --data-path, and warnings. Raises CheckError."""
     root = _single_root(data_config)
     try:
-        whole, findings = read_metadata(root)
+        return read_metadata(root, data_config.rlds_mapping, data_config.data_cache_path)
     except ValueError as problem:
-        raise CheckError([error("--data-path", str(problem), "run tools/check_dataset.py")]) from problem
+        what, _, fix = str(problem).partition(" -> ")
+        raise CheckError([error("--data-path", what, fix or "run tools/check_dataset.py")]) from problem
+
+
+def build_robot_dataset(
+    data_config: DataConfig,
+    action_horizon: int,
+    camera_keys: Sequence[str],
+    opened: tuple[EpisodeTable, list[Finding]] | None = None,
+) -> RobotDataset:
+    """Check and index the dataset of --data-path for `camera_keys`. Raises CheckError with everything found.
+
+    `opened`: what `open_table` returned, when that was called before.
+    """
+    whole, findings = opened or open_table(data_config)
     found = Found(findings)
     keep_E = _kept_episodes(data_config, whole, found)
     found.merge(check_table(whole, keep_E))
@@ -208,7 +242,8 @@ def build_robot_dataset(data_config: DataConfig, action_horizon: int, camera_key
     if data_config.empty_instruction == "drop":
         table, columns = _drop_without_instruction(table, columns, found)
     choice = _backend(data_config, found, table.fps)
-    padded = padded_share(table.length_E, action_horizon)
+    steps = action_steps(data_config, action_horizon, table.fps)
+    padded = steps.padded_share(table.length_E)
     if padded > PADDED_SHARE_LIMIT:
         found.add(
             warning(
@@ -224,7 +259,7 @@ def build_robot_dataset(data_config: DataConfig, action_horizon: int, camera_key
         state_key=data_config.state_key,
         action_key=data_config.action_key,
         cameras=camera_keys,
-        action_horizon=action_horizon,
+        steps=steps,
         backend=choice.backend,
         cache_size=data_config.video_decoder_cache_size,
         findings=once([f for f in found.findings if f.severity == "warning"]),
@@ -233,21 +268,10 @@ def build_robot_dataset(data_config: DataConfig, action_horizon: int, camera_key
 
 
 def _single_root(data_config: DataConfig) -> Path:
-    if len(data_config.data_path) > 1:
-        raise CheckError(
-            [
-                error(
-                    "--data-path",
-                    f"{len(data_config.data_path)} datasets; mixtures need per-dataset rates, dimensions, cameras and "
-                    f"weights, which do "
-                    "not exist yet, and datasets are never reduced to what they share",
-                    "name one dataset",
-                )
-            ]
-        )
     if not data_config.data_path:
-        raise CheckError([error("--data-path", "no dataset given", "name a LeRobot dataset folder")])
-    return Path(data_config.data_path[0])
+        raise CheckError([error("--data-path", "no dataset given", "name a dataset folder, or use --mock-data")])
+    assert len(data_config.data_path) == 1, "a mixture is taken apart first (config/datasets.py)"
+    return Path(split_data_path(data_config.data_path[0])[1])
 
 
 def _kept_episodes(data_config: DataConfig, table: EpisodeTable, found: Found) -> np.ndarray:

@@ -52,12 +52,17 @@ def check_dataset_files(root: str | Path, *, deep: bool, settings: CheckSettings
 
 
 def check_dataset(
-    root: str | Path, *, deep: bool, settings: CheckSettings | None = None, max_video_files: int | None = None
+    root: str | Path,
+    *,
+    deep: bool,
+    settings: CheckSettings | None = None,
+    max_video_files: int | None = None,
+    rlds_mapping: str | None = None,
 ) -> Checked:
     """`check_dataset_files` with the exclude list and the facts. max_video_files limits the containers opened per camera."""
     settings = settings or CheckSettings()
     try:
-        table, findings = read_metadata(root)
+        table, findings = read_metadata(root, rlds_mapping)
     except ValueError as problem:
         where, _, what = str(problem).partition(": ")
         what, _, fix = what.partition(" -> ")
@@ -165,10 +170,3 @@ def _facts(table: EpisodeTable, columns: Columns | None, settings: CheckSettings
         shared = min(state.shape[1], action.shape[1])
         facts["max |action - state|"] = f"{np.nanmax(np.abs(action[:, :shared] - state[:, :shared])):.4g}"
     return facts
-
-
-def padded_share(length_E: np.ndarray, horizon: int) -> float:
-    """Share of action steps beyond the end of their episode, over all samples: mean over k < horizon of min(k, L) frames per
-    L."""
-    missing = sum(int(np.minimum(k, length_E).sum()) for k in range(horizon))
-    return missing / max(1, horizon * int(length_E.sum()))

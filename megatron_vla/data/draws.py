@@ -1,21 +1,31 @@
-"""Random draws of flow matching as pure functions of (seed, epoch, sample index).
+"""Random draws of flow matching and image augmentation as pure functions of (seed, epoch, sample index).
 
 Counter-based: the Philox key is (seed, stream), the upper counter words are (epoch, sample index), so a draw is the same on
 any rank, in any worker, at any place in the batch and after any restart, and no two samples ever share a block of the
 stream.
 
-Shape legend: T action horizon, A padded action dimensions.
+Shape legend: T action horizon, A padded action dimensions, V views, P augmentation parameters per view.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from megatron_vla.config.data import AugmentationKind
 from megatron_vla.data.sampler import UINT64
 
 NOISE_STREAM = 0x6E6F697365
 TIME_STREAM = 0x74696D65
 MOCK_STREAM = 0x6D6F636B
+AUGMENT_STREAM = 0x6175676D
+
+# Columns of augmentation parameters. Torch form: pixels, degrees, factors. JAX form: pixels from the centre, radians, amounts.
+TORCH_FIELDS = ("top", "left", "angle_degrees", "brightness", "contrast", "saturation")
+JAX_FIELDS = ("centre_y", "centre_x", "angle_radians", "is_coloured", "brightness", "contrast", "hue")
+CROP_SHARE = 0.95
+MAX_ROTATION_DEGREES = 5.0
 
 
 def sample_generator(seed: int, stream: int, epoch: int, sample_index: int) -> np.random.Generator:
@@ -33,3 +43,51 @@ def flow_draws(seed: int, epoch: int, sample_index: int, horizon: int, dim: int)
     # A stream of its own, so that another horizon does not change the times.
     uniform = sample_generator(seed, TIME_STREAM, epoch, sample_index).random()
     return noise_TA, np.float32(0.999 * uniform ** (2.0 / 3.0) + 0.001)
+
+
+def crop_side(size: int) -> int:
+    """Side of the crop of a `size` x `size` image, in pixels."""
+    return int(size * CROP_SHARE)
+
+
+def augmentation_draws(
+    kind: AugmentationKind,
+    seed: int,
+    epoch: int,
+    sample_index: int,
+    moves_V: Sequence[bool],
+    is_present_V: Sequence[bool],
+    image_size: int,
+) -> np.ndarray:
+    """float32 [V, P]: parameters of every view of one sample; `moves_V` says which views are cropped and rotated.
+
+    The released forms differ in what shares a draw. openpi_torch: every view its own (the original draws once per batch; here
+    every sample draws). openpi_jax: one draw for all views that move and one for the others, as its key splitting does. Views
+    without camera get the identity: their black is a mark.
+    """
+    generator = sample_generator(seed, AUGMENT_STREAM, epoch, sample_index)
+    slack = image_size - crop_side(image_size)
+    if kind == "openpi_torch":
+        drawn = [_torch_draw(generator, slack) for _ in moves_V]
+        identity = [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+    else:
+        moving, still = _jax_draw(generator, slack), _jax_draw(generator, slack)
+        drawn = [moving if moves else still for moves in moves_V]
+        identity = [0.0] * len(JAX_FIELDS)
+    present = zip(drawn, is_present_V, strict=True)
+    return np.array([values if is_present else identity for values, is_present in present], dtype=np.float32)
+
+
+def _torch_draw(generator: np.random.Generator, slack: int) -> list[float]:
+    top, left = generator.integers(0, slack + 1, 2)
+    low, high = [-MAX_ROTATION_DEGREES, 0.7, 0.6, 0.5], [MAX_ROTATION_DEGREES, 1.3, 1.4, 1.5]
+    return [float(top), float(left), *generator.uniform(low, high).tolist()]
+
+
+def _jax_draw(generator: np.random.Generator, slack: int) -> list[float]:
+    reach, turn = slack / 2, np.deg2rad(MAX_ROTATION_DEGREES)
+    # Hue and the probability of one half are the library's defaults, which the released recipe leaves in place.
+    bounds = np.array([reach, reach, turn, 1.0, 0.3, 0.4, 0.1])
+    values = generator.uniform(-bounds, bounds)
+    values[3] = values[3] >= 0.0
+    return values.tolist()

@@ -43,6 +43,7 @@ class FileSet:
     """A family of files: `template` with fields filled from per-file integers, and the file of each episode.
 
     fields_F: field name -> int64 [F]; text: constant fields (video_key). file_of_E: int32 [E], index into the F files.
+    names: relative paths instead of a template, where a dataset lists its files.
     """
 
     root: str
@@ -50,14 +51,19 @@ class FileSet:
     fields_F: dict[str, np.ndarray]
     file_of_E: np.ndarray
     text: dict[str, str]
+    names: tuple[str, ...] = ()
 
     @property
     def num_files(self) -> int:
         """F."""
+        if self.names:
+            return len(self.names)
         return len(next(iter(self.fields_F.values())))
 
     def relative_path(self, file: int) -> str:
         """Path of file number `file` below the root."""
+        if self.names:
+            return self.names[file]
         return self.template.format(**{k: int(v[file]) for k, v in self.fields_F.items()}, **self.text)
 
     def path(self, file: int) -> Path:
@@ -91,6 +97,35 @@ class VideoFiles:
 
 
 @dataclass(frozen=True)
+class RecordEpisodes:
+    """Episodes that are records of TFRecord or ArrayRecord files, one record each.
+
+    record_E: number in the file; offset_E, size_E: place of its bytes; first_step: steps left out at its start; sources: camera
+    -> key in the record; columns: name -> [R, D] of the table's episodes in order, or None once they were taken over.
+    """
+
+    file_format: str
+    record_E: np.ndarray
+    offset_E: np.ndarray
+    size_E: np.ndarray
+    first_step: int
+    sources: dict[str, str]
+    columns: dict[str, np.ndarray] | None
+
+    def select(self, keep_E: np.ndarray, length_E: np.ndarray) -> RecordEpisodes:
+        """Only the episodes where `keep_E` is True."""
+        rows = np.repeat(keep_E, length_E)
+        columns = None if self.columns is None else {name: values[rows] for name, values in self.columns.items()}
+        return replace(
+            self,
+            record_E=self.record_E[keep_E],
+            offset_E=self.offset_E[keep_E],
+            size_E=self.size_E[keep_E],
+            columns=columns,
+        )
+
+
+@dataclass(frozen=True)
 class EpisodeTable:
     """All that training needs to know of a dataset's files.
 
@@ -98,7 +133,7 @@ class EpisodeTable:
     first row of the episode in its file; videos: camera -> VideoFiles (cameras stored as images in the data files are not in
     it); task_texts: task_index -> instruction; instruction_of_E: int32 index into `instructions`, -1 where the episode has
     none. stored_from_index_E / stored_to_index_E: global row ranges as stored, or None where the format has none (checked,
-    never used).
+    never used). records: set where episodes are records of record files instead of rows and videos.
     """
 
     root: str
@@ -117,6 +152,7 @@ class EpisodeTable:
     stored_from_index_E: np.ndarray | None
     stored_to_index_E: np.ndarray | None
     info: dict[str, Any]
+    records: RecordEpisodes | None = None
 
     @property
     def num_episodes(self) -> int:
@@ -163,7 +199,12 @@ class EpisodeTable:
             instruction_of_E=self.instruction_of_E[keep_E],
             stored_from_index_E=None if self.stored_from_index_E is None else self.stored_from_index_E[keep_E],
             stored_to_index_E=None if self.stored_to_index_E is None else self.stored_to_index_E[keep_E],
+            records=None if self.records is None else self.records.select(keep_E, self.length_E),
         )
+
+    def without_columns(self) -> EpisodeTable:
+        """The table without columns in memory: what workers need, which get the columns another way."""
+        return self if self.records is None else replace(self, records=replace(self.records, columns=None))
 
     def frame_duration(self) -> float:
         """Seconds."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from megatron_vla.data.episode_table import EpisodeTable
+from megatron_vla.data.rlds_example import feature_values, parse_example
+from megatron_vla.data.tfrecord import RecordPlace, open_record_file
 from megatron_vla.data.video_backends import Decoder, FrameMismatch, open_decoder
 
 
@@ -27,6 +30,7 @@ class HandlePool:
         if capacity < 1:
             raise ValueError(f"--video-decoder-cache-size {capacity}: at least 1 open decoder is needed")
         self.capacity = capacity
+        self.open_seconds = 0.0  # spent in openers, in this process
         self._owner = os.getpid()
         self._open: OrderedDict[Any, Any] = OrderedDict()
         self._inherited: Any = None
@@ -42,7 +46,9 @@ class HandlePool:
         while len(self._open) >= self.capacity:
             _, oldest = self._open.popitem(last=False)
             oldest.close()
+        started = time.perf_counter()
         handle = self._open[key] = opener()
+        self.open_seconds += time.perf_counter() - started
         return handle
 
     def discard(self, key: Any) -> None:
@@ -93,6 +99,28 @@ class RowGroupReader:
         self._file.close()
 
 
+class RecordReader:
+    """Pictures of episodes that are records: the last episode is kept parsed, since its cameras and frames come together."""
+
+    def __init__(self, path: Path, file_format: str):
+        self._file = open_record_file(path, file_format)
+        self._loaded: int | None = None
+        self._example: Any = None
+
+    def cells(self, place: RecordPlace, key: str, steps: Sequence[int]) -> list[bytes]:
+        """Encoded pictures of `steps`. Raises ValueError naming file and record."""
+        if self._loaded != place.number:
+            self._example = parse_example(self._file.read(place))
+            self._loaded = place.number
+        values = feature_values(self._example, key)
+        return [values[step] for step in steps]
+
+    def close(self) -> None:
+        """Release the file and the kept episode."""
+        self._example = self._loaded = None
+        self._file.close()
+
+
 class FrameSource:
     """Frames of every camera of one dataset. Picklable; safe after fork and spawn."""
 
@@ -101,6 +129,18 @@ class FrameSource:
         self.backend = backend
         self._decoders = HandlePool(cache_size)
         self._image_files = HandlePool(cache_size)
+        self._seconds, self._cell_seconds, self._num_frames = 0.0, 0.0, 0
+
+    def take_costs(self) -> tuple[float, int]:
+        """(seconds of decoding, frames) since the last call, in this process. Opening and reading files is not in it.
+
+        Video is read while it is decoded: of video only opening its file is left out.
+        """
+        read = self._cell_seconds + self._decoders.open_seconds + self._image_files.open_seconds
+        costs = max(0.0, self._seconds - read), self._num_frames
+        self._decoders.open_seconds = self._image_files.open_seconds = 0.0
+        self._seconds, self._cell_seconds, self._num_frames = 0.0, 0.0, 0
+        return costs
 
     def frames(self, camera: str, episode: int, frame_indices: Sequence[int]) -> np.ndarray:
         """uint8 RGB [n, H, W, 3] of frames `frame_indices` (from the episode's start) of table row `episode`.
@@ -112,9 +152,12 @@ class FrameSource:
         number = int(self.table.episode_index_E[episode])
         if outside is not None:
             raise ValueError(f"{self.table.root}, episode {number}, camera {camera!r}: frame {outside} of {length} asked for")
-        if camera in self.table.videos:
-            return self._video_frames(camera, episode, frame_indices, number)
-        return self._image_frames(camera, episode, frame_indices, number)
+        started = time.perf_counter()
+        read = self._video_frames if camera in self.table.videos else self._image_frames
+        frames_nHWC = read(camera, episode, frame_indices, number)
+        self._seconds += time.perf_counter() - started
+        self._num_frames += len(frame_indices)
+        return frames_nHWC
 
     def _video_frames(self, camera: str, episode: int, frame_indices: Sequence[int], number: int) -> np.ndarray:
         video = self.table.videos[camera]
@@ -133,11 +176,21 @@ class FrameSource:
             self._decoders.discard(path)
             raise ValueError(f"episode {number}, camera {camera!r}: {problem}") from problem
 
+    def _image_cells(self, path: Path, camera: str, episode: int, frame_indices: Sequence[int]) -> list[Any]:
+        records = self.table.records
+        if records is not None:
+            reader: RecordReader = self._image_files.get(path, lambda: RecordReader(path, records.file_format))
+            place = RecordPlace(*(int(values[episode]) for values in (records.record_E, records.offset_E, records.size_E)))
+            return reader.cells(place, records.sources[camera], [records.first_step + int(k) for k in frame_indices])
+        first = int(self.table.data_row_E[episode])
+        groups: RowGroupReader = self._image_files.get(path, lambda: RowGroupReader(path))
+        return groups.cells(camera, [first + int(k) for k in frame_indices])
+
     def _image_frames(self, camera: str, episode: int, frame_indices: Sequence[int], number: int) -> np.ndarray:
         path = self.table.data.path_of(episode)
-        first = int(self.table.data_row_E[episode])
-        reader: RowGroupReader = self._image_files.get(path, lambda: RowGroupReader(path))
-        cells = reader.cells(camera, [first + int(k) for k in frame_indices])
+        started, opened = time.perf_counter(), self._image_files.open_seconds
+        cells = self._image_cells(path, camera, episode, frame_indices)
+        self._cell_seconds += time.perf_counter() - started - (self._image_files.open_seconds - opened)
         frames = []
         for k, cell in zip(frame_indices, cells, strict=True):
             try:

@@ -7,9 +7,13 @@ q99); here every quantile is taken over all frames. Image statistics come from p
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 QUANTILES: dict[str, float] = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 FRAME_STRIDE = 10  # every tenth frame enters the image histograms
@@ -32,6 +36,25 @@ def column_statistics(values_ND: np.ndarray) -> dict[str, np.ndarray]:
     quantiles = np.quantile(wide, list(QUANTILES.values()), axis=0)
     result.update(dict(zip(QUANTILES, quantiles, strict=True)))
     return result
+
+
+def statistics_of_files(paths: Sequence[Path], features: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, np.ndarray]]:
+    """`column_statistics` of every numeric feature over all rows of data files, read one column at a time."""
+    result: dict[str, dict[str, np.ndarray]] = {}
+    for name, feature in features.items():
+        if feature["dtype"] in ("string", "video", "image"):
+            continue
+        parts = [_flat_values(pq.read_table(path, columns=[name])[name].combine_chunks()) for path in paths]
+        size = int(np.prod(feature["shape"], dtype=np.int64)) if feature["shape"] else 1
+        result[name] = column_statistics(np.concatenate(parts).reshape(-1, size))
+    return result
+
+
+def _flat_values(array: pa.Array) -> np.ndarray:
+    while pa.types.is_fixed_size_list(array.type):
+        array = array.flatten()
+    values: np.ndarray = array.to_numpy(zero_copy_only=False)
+    return values
 
 
 class ImageHistogram:

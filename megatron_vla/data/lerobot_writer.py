@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_vla.data import lerobot_layout as layout
-from megatron_vla.data.lerobot_statistics import FRAME_STRIDE, QUANTILES, ImageHistogram, column_statistics, jsonable
+from megatron_vla.data.lerobot_statistics import (
+    FRAME_STRIDE,
+    QUANTILES,
+    ImageHistogram,
+    column_statistics,
+    jsonable,
+    statistics_of_files,
+)
 from megatron_vla.data.video_encoder import VideoEncoder
 
 CodebaseVersion = Literal["v2.0", "v2.1", "v3.0"]
@@ -35,6 +42,7 @@ class LeRobotWriter:
     episodes_per_file: v3.0 only: a number for every file kind, or {"data": n, camera: m}; None rolls by size
         (data_files_size_in_mb, video_files_size_in_mb).
     crf: None is the codec's usual quality. gop 2 is what LeRobot writes: cheap random access.
+    first_episode, first_frame, tasks: numbers to go on from and tasks known before, for a part of a larger dataset.
 
     Raises ValueError for a non-empty root, unknown features, wrong shapes or lengths; a camera stream that fails half-way
     leaves the recording unusable, and every later call says so.
@@ -56,6 +64,9 @@ class LeRobotWriter:
         data_files_size_in_mb: int = 100,
         video_files_size_in_mb: int = 200,
         chunks_size: int = layout.CHUNKS_SIZE,
+        first_episode: int = 0,
+        first_frame: int = 0,
+        tasks: Sequence[str] = (),
     ):
         self.root = Path(root)
         if self.root.exists() and any(self.root.iterdir()):
@@ -78,7 +89,8 @@ class LeRobotWriter:
         self._episodes_per_file, self._chunks_size = episodes_per_file, chunks_size
         self._data_limit_mb, self._video_limit_mb = data_files_size_in_mb, video_files_size_in_mb
         self._schema = layout.data_schema(self.features)
-        self._tasks: dict[str, int] = {}
+        self._first_episode, self._first_frame = first_episode, first_frame
+        self._tasks: dict[str, int] = {task: number for number, task in enumerate(tasks)}
         self._histograms = {camera: ImageHistogram() for camera in self.cameras}
         self._data_files: list[Path] = []
         self._data_writer: Any = None
@@ -108,10 +120,10 @@ class LeRobotWriter:
         frame_index = np.arange(num_frames, dtype=np.int64)
         arrays["timestamp"] = (frame_index / self.fps).astype(np.float32)
         arrays["frame_index"] = frame_index
-        arrays["episode_index"] = np.full(num_frames, episode, dtype=np.int64)
-        arrays["index"] = self.num_frames + frame_index
+        arrays["episode_index"] = np.full(num_frames, self._first_episode + episode, dtype=np.int64)
+        arrays["index"] = self._first_frame + self.num_frames + frame_index
         arrays["task_index"] = np.full(num_frames, task_index, dtype=np.int64)
-        row: dict[str, Any] = {"episode_index": episode, "tasks": [instruction], "length": num_frames}
+        row: dict[str, Any] = {"episode_index": self._first_episode + episode, "tasks": [instruction], "length": num_frames}
         statistics: dict[str, dict[str, np.ndarray]] = {}
         encoded: dict[str, list[dict[str, Any]]] = {}
         self._broken = f"episode {episode} failed while its frames were written"  # lifted when the episode is complete
@@ -119,7 +131,8 @@ class LeRobotWriter:
         for camera in self.cameras:
             statistics[camera] = self._write_camera(camera, images[camera], num_frames, episode, video_row, encoded)
         row.update(self._write_data(arrays, encoded, num_frames, episode))
-        row.update({"dataset_from_index": self.num_frames, "dataset_to_index": self.num_frames + num_frames, **video_row})
+        start = self._first_frame + self.num_frames
+        row.update({"dataset_from_index": start, "dataset_to_index": start + num_frames, **video_row})
         for name, values in arrays.items():
             if self.features[name]["dtype"] != "string":
                 statistics[name] = column_statistics(values)
@@ -314,16 +327,13 @@ class LeRobotWriter:
         self._episode_writer.write_table(table.cast(self._episode_writer.schema))
         self._episode_rows = []
 
+    def image_histograms(self) -> dict[str, ImageHistogram]:
+        """Histogram of every camera so far."""
+        return dict(self._histograms)
+
     def _dataset_statistics(self) -> dict[str, dict[str, np.ndarray]]:
-        """Exact over frames: columns are read back one at a time, so memory is one column."""
         result: dict[str, dict[str, np.ndarray]] = {c: self._histograms[c].statistics() for c in self.cameras}
-        for name, feature in self.features.items():
-            if name in self.cameras or feature["dtype"] == "string":
-                continue
-            parts = [pq.read_table(path, columns=[name])[name].combine_chunks() for path in self._data_files]
-            values = np.concatenate([_flat_values(part) for part in parts])
-            result[name] = column_statistics(values.reshape(self.num_frames, -1))
-        return result
+        return {**result, **statistics_of_files(self._data_files, self.features)}
 
     def _info(self) -> dict[str, Any]:
         is_v3 = self.version == "v3.0"
@@ -368,12 +378,6 @@ class LeRobotWriter:
             "has_audio": False,
         }
         return {**feature, "info": video}
-
-
-def _flat_values(array: pa.Array) -> np.ndarray:
-    while pa.types.is_fixed_size_list(array.type):
-        array = array.flatten()
-    return array.to_numpy(zero_copy_only=False)
 
 
 def _to_arrow(values: np.ndarray, kind: pa.DataType) -> pa.Array:

@@ -1,30 +1,36 @@
 """Worker side of data supply: one sample, its draws, one micro-batch, and errors that say which sample.
 
-Shape legend: as data/batch.py.
+Shape legend: as data/batch.py; M samples of a piece.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from megatron_vla.data.augmentation import Augmentation
 from megatron_vla.data.batch import Batch, collate_tensors
 from megatron_vla.data.draws import flow_draws
+from megatron_vla.data.locator import LocatorIndex
 from megatron_vla.data.preprocess import Preprocessor
 from megatron_vla.data.sampler import MicroBatchSampler
+from megatron_vla.data.watch import DataWatch, Stage, StageTimes, StatusBoard
 
 if TYPE_CHECKING:
     from megatron_vla.data.dataset import RobotDataset
 
 PromptPadding = Literal["max", "longest", "bucket"]
+# Frames decoded in a row per camera: bounds the raw pictures in memory, and long enough that switching files costs nothing.
+CHUNK_FRAMES = 32
+AUGMENTATION_FIELD = "augmentation_BVP"  # parameters that travel with a sample when the device augments
 
 
 class SampleError(RuntimeError):
@@ -41,86 +47,198 @@ class SampleSource(Protocol):
         """Sample number `index` (0 ... num_samples - 1)."""
         ...
 
+    def take_times(self) -> StageTimes:
+        """Costs since the last call, in this process."""
+        ...
 
-@dataclass
-class StageTimes:
-    """What samples cost and what was cut: read includes video decoding."""
+    def where(self, index: int) -> str:
+        """Sample, episode, frame and files, for messages."""
+        ...
 
-    num_samples: int = 0
-    read_seconds: float = 0.0
-    transform_seconds: float = 0.0
-    num_truncated_prompts: int = 0
-
-    def add(self, other: StageTimes) -> None:
-        """Sum up."""
-        for name in (f.name for f in dataclasses.fields(self)):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+    def use_board(self, board: StatusBoard, first_sample: int = 0) -> None:
+        """Note there what is being done; sample numbers on the board start at `first_sample`."""
+        ...
 
 
 class RobotSource:
-    """Samples of a robot dataset, preprocessed. `rows` maps sample number -> dataset index when samples were left out."""
+    """Samples of a robot dataset, preprocessed.
 
-    def __init__(self, dataset: RobotDataset, preprocessor: Preprocessor, rows: np.ndarray | None) -> None:
+    `rows` maps sample number -> dataset index when samples were left out; `locators` does the same and replaces it when samples
+    are read in storage order.
+    """
+
+    def __init__(
+        self,
+        dataset: RobotDataset,
+        preprocessor: Preprocessor,
+        rows: np.ndarray | None,
+        locators: LocatorIndex | None = None,
+    ) -> None:
         self.dataset = dataset
         self.preprocessor = preprocessor
-        self.rows = rows
-        self.times = StageTimes()
+        self.rows = rows if locators is None else None
+        self.locators = locators
+        self._times = StageTimes()
+        self._board: StatusBoard | None = None
+        self._first_sample = 0
+
+    def use_board(self, board: StatusBoard, first_sample: int = 0) -> None:
+        """See `SampleSource`."""
+        self._board, self._first_sample = board, first_sample
+
+    def _note(self, stage: Stage, index: int) -> None:
+        if self._board is not None:
+            self._board.note(stage, self._first_sample + index)
+
+    def _row(self, index: int) -> int:
+        if self.locators is not None:
+            return self.locators.dataset_row(index)
+        return index if self.rows is None else int(self.rows[index])
 
     def __call__(self, index: int, epoch: int) -> dict[str, Any]:
         """Raises SampleError naming sample, episode and frame; the cause's own text names file or camera."""
-        row = index if self.rows is None else int(self.rows[index])
         try:
+            self._note("decode", index)
             start = time.perf_counter()
-            raw = self.dataset[row]
-            middle = time.perf_counter()
-            cut_before = self.preprocessor.num_truncated_prompts
-            arrays = self.preprocessor(raw, epoch)
+            raw = self.dataset[self._row(index)]
+            self._count_reading(time.perf_counter() - start, len(self.dataset.cameras))
+            return self._preprocessed(index, raw, epoch)
         except Exception as problem:
-            raise SampleError(f"{self._where(row)}: {type(problem).__name__}: {problem}") from problem
+            raise SampleError(f"{self.where(index)}: {type(problem).__name__}: {problem}") from problem
+
+    def in_storage_order(self, index_M: np.ndarray, epoch: int) -> Iterator[dict[str, Any]]:
+        """Samples with ascending numbers: every camera of every episode is decoded in one forward pass. Raises SampleError."""
+        assert self.locators is not None, "only built with --data-access decode_once"
+        episode_M = self.locators.locators_N2[index_M, 0]
+        start = 0
+        while start < len(index_M):
+            stop = start + int(np.argmin(np.append(episode_M[start : start + CHUNK_FRAMES] == episode_M[start], False)))
+            visit_start = start == 0 or episode_M[start] != episode_M[start - 1]
+            yield from self._chunk(index_M[start:stop].tolist(), int(episode_M[start]), bool(visit_start), epoch)
+            start = stop
+
+    def _chunk(self, indices: list[int], episode: int, visit_start: bool, epoch: int) -> Iterator[dict[str, Any]]:
+        """Samples of one episode, close enough together to hold their pictures at once."""
+        dataset, rows = self.dataset, [self._row(index) for index in indices]
+        try:
+            self._note("decode", indices[0])
+            start = time.perf_counter()
+            frames = [int(dataset.frame_of_N[row]) for row in rows]
+            images = {camera: dataset.frames.frames(camera, episode, frames) for camera in dataset.cameras}
+            self._count_reading(time.perf_counter() - start, len(dataset.cameras) * visit_start)
+        except Exception as problem:
+            raise SampleError(f"{self.where(indices[0])}: {type(problem).__name__}: {problem}") from problem
+        for place, (index, row) in enumerate(zip(indices, rows, strict=True)):
+            try:
+                raw = dataset.raw_sample(row, {camera: images[camera][place] for camera in dataset.cameras})
+                yield self._preprocessed(index, raw, epoch)
+            except Exception as problem:
+                raise SampleError(f"{self.where(index)}: {type(problem).__name__}: {problem}") from problem
+
+    def _count_reading(self, seconds: float, num_visits: int) -> None:
+        decode_seconds, num_frames = self.dataset.frames.take_costs()
+        read_seconds = max(0.0, seconds - decode_seconds)
+        self._times.add(
+            StageTimes(
+                read_seconds=read_seconds, decode_seconds=decode_seconds, num_decoded_frames=num_frames, num_visits=num_visits
+            )
+        )
+
+    def _preprocessed(self, index: int, raw: Any, epoch: int) -> dict[str, Any]:
+        self._note("transform", index)
+        start, cut_before = time.perf_counter(), self.preprocessor.num_truncated_prompts
+        arrays = self.preprocessor(raw, epoch)
         cut = self.preprocessor.num_truncated_prompts - cut_before
-        self.times.add(StageTimes(1, middle - start, time.perf_counter() - middle, cut))
+        seconds = time.perf_counter() - start
+        self._times.add(StageTimes(num_samples=1, transform_seconds=seconds, num_truncated_prompts=cut))
         return arrays
 
-    def _where(self, row: int) -> str:
-        dataset = self.dataset
-        episode = int(dataset.episode_of_N[row])
-        # Searched only when something went wrong.
-        table_row = int(np.flatnonzero(dataset.table.episode_index_E == episode)[0])
-        file = dataset.table.data.path_of(table_row)
-        return f"sample {row} (episode {episode}, frame {int(dataset.frame_of_N[row])}, {file})"
+    def take_times(self) -> StageTimes:
+        """See `SampleSource`."""
+        times, self._times = self._times, StageTimes()
+        return times
+
+    def where(self, index: int) -> str:
+        """See `SampleSource`."""
+        dataset, row = self.dataset, self._row(index)
+        episode = dataset.table_row(row)
+        files = [dataset.table.data.path_of(episode)]
+        files += [dataset.table.videos[c].files.path_of(episode) for c in dataset.cameras if c in dataset.table.videos]
+        number, frame = int(dataset.table.episode_index_E[episode]), int(dataset.frame_of_N[row])
+        return f"sample {row} (episode {number}, frame {frame}, {', '.join(map(str, files))})"
 
 
 class DrawnSamples(Dataset[tuple[dict[str, Any], StageTimes]]):
-    """Map-style dataset keyed by (epoch, sample number): the sample with its noise and flow time."""
+    """Map-style dataset keyed by (epoch, sample number): the sample with its noise, flow time and augmentation.
 
-    def __init__(self, source: SampleSource, seed: int, horizon: int, dim: int) -> None:
+    augment_here: workers augment; else the parameters travel with the sample, for one pass on the training device.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        seed: int,
+        horizon: int,
+        dim: int,
+        augmentation: Augmentation | None = None,
+        augment_here: bool = True,
+        board: StatusBoard | None = None,
+    ) -> None:
         self.source = source
         self.seed = seed
         self.horizon = horizon
         self.dim = dim
+        self.augmentation = augmentation
+        self.augment_here = augment_here
+        self.board = board or StatusBoard(0)
+        self._augment_seconds = 0.0
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[dict[str, Any], StageTimes]:
         epoch, index = key
-        arrays = self.source(index, epoch)
-        # The source's own clock is read and reset here, so that each sample's cost is reported once.
-        times = StageTimes(1)
-        if isinstance(self.source, RobotSource):
-            times, self.source.times = self.source.times, StageTimes()
+        arrays = self._drawn(self.source(index, epoch), epoch)
+        self.board.note("idle")
+        return arrays, self.take_times()
+
+    def in_storage_order(self, index_M: np.ndarray, epoch: int) -> Iterator[dict[str, Any]]:
+        """The same arrays as one by one, for ascending sample numbers, decoding forward only. Raises SampleError."""
+        assert isinstance(self.source, RobotSource), "decode_once is refused for sources without episodes"
+        for arrays in self.source.in_storage_order(index_M, epoch):
+            yield self._drawn(arrays, epoch)
+
+    def _drawn(self, arrays: dict[str, Any], epoch: int) -> dict[str, Any]:
         # Draws are keyed by the dataset index, which stays the same when other samples are left out.
-        noise_TA, time_value = flow_draws(self.seed, epoch, int(arrays["sample_index_B"]), self.horizon, self.dim)
-        return {**arrays, "noise_BTA": noise_TA, "time_B": time_value}, times
+        index = int(arrays["sample_index_B"])
+        noise_TA, time_value = flow_draws(self.seed, epoch, index, self.horizon, self.dim)
+        drawn = {**arrays, "noise_BTA": noise_TA, "time_B": time_value}
+        if self.augmentation is None:
+            return drawn
+        if not self.augment_here:
+            return {**drawn, AUGMENTATION_FIELD: self.augmentation.parameters(arrays, epoch)}
+        start = time.perf_counter()
+        drawn = self.augmentation.apply_to_sample(drawn, epoch)
+        self._augment_seconds += time.perf_counter() - start
+        return drawn
+
+    def take_times(self) -> StageTimes:
+        """Costs since the last call, in this process."""
+        times = self.source.take_times()
+        times.transform_seconds += self._augment_seconds
+        self._augment_seconds = 0.0
+        return times
 
 
 @dataclass
 class LoadedBatch:
-    """A micro-batch and what it cost."""
+    """A micro-batch, what it cost, and augmentation parameters [B, V, P] that are still to be applied."""
 
     batch: Batch
     times: StageTimes
+    augmentation_BVP: Tensor | None = None
 
     def pin_memory(self) -> LoadedBatch:
         """Called by torch's DataLoader."""
-        return LoadedBatch(self.batch.pin_memory(), self.times)
+        parameters = None if self.augmentation_BVP is None else self.augmentation_BVP.pin_memory()
+        return LoadedBatch(self.batch.pin_memory(), self.times, parameters)
 
 
 def prompt_slots(longest: int, padding: PromptPadding, bucket_size: int, max_length: int) -> int:
@@ -132,23 +250,45 @@ def prompt_slots(longest: int, padding: PromptPadding, bucket_size: int, max_len
     return min(max_length, max(1, -(-longest // bucket_size)) * bucket_size)
 
 
-def collate(items: list[tuple[dict[str, Any], StageTimes]], padding: PromptPadding, bucket_size: int) -> LoadedBatch:
-    """Samples -> one Batch; prompts are trimmed on the right, where only padding is."""
-    times = StageTimes()
+@dataclass(frozen=True)
+class PromptWidth:
+    """How wide the prompts of a micro-batch are padded: --prompt-padding and --prompt-bucket-size."""
+
+    padding: PromptPadding
+    bucket_size: int
+
+    def trim(self, tensors: dict[str, Tensor]) -> None:
+        """Cut prompts on the right, where only padding is."""
+        is_valid_BL = tensors["token_is_valid_BL"]
+        slots = prompt_slots(int(is_valid_BL.sum(dim=1).max()), self.padding, self.bucket_size, is_valid_BL.shape[1])
+        for name in ("tokens_BL", "token_is_valid_BL"):
+            # Contiguous: pinned memory and graph buffers are copied whole.
+            tensors[name] = tensors[name][:, :slots].contiguous()
+
+
+def loaded_batch(tensors: dict[str, Tensor], times: StageTimes, width: PromptWidth) -> LoadedBatch:
+    """Stacked samples -> one micro-batch."""
+    parameters_BVP = tensors.pop(AUGMENTATION_FIELD, None)
+    width.trim(tensors)
+    return LoadedBatch(Batch(**tensors), times, parameters_BVP)
+
+
+def collate(items: list[tuple[dict[str, Any], StageTimes]], width: PromptWidth) -> LoadedBatch:
+    """Samples -> one micro-batch."""
+    times, started = StageTimes(), time.perf_counter()
     for _, sample_times in items:
         times.add(sample_times)
-    tensors = collate_tensors([arrays for arrays, _ in items])
-    is_valid_BL = tensors["token_is_valid_BL"]
-    slots = prompt_slots(int(is_valid_BL.sum(dim=1).max()), padding, bucket_size, is_valid_BL.shape[1])
-    for name in ("tokens_BL", "token_is_valid_BL"):
-        # Contiguous: pinned memory and graph buffers are copied whole.
-        tensors[name] = tensors[name][:, :slots].contiguous()
-    return LoadedBatch(Batch(**tensors), times)
+    loaded = loaded_batch(collate_tensors([arrays for arrays, _ in items]), times, width)
+    times.copy_seconds += time.perf_counter() - started
+    return loaded
 
 
 def _initialise_worker(worker: int) -> None:
     # Workers are the parallelism; more threads in each only fight for cores.
     torch.set_num_threads(1)
+    information = get_worker_info()
+    assert information is not None
+    information.dataset.board.place = worker + 1  # type: ignore[attr-defined]
 
 
 def load_micro_batches(
@@ -157,14 +297,13 @@ def load_micro_batches(
     *,
     num_workers: int,
     prefetch_factor: int,
-    padding: PromptPadding,
-    bucket_size: int,
+    width: PromptWidth,
     pin_memory: bool,
-    report: Callable[[StageTimes], None],
-) -> Iterator[Batch]:
+    watch: DataWatch,
+) -> Iterator[LoadedBatch]:
     """Micro-batches in the sampler's order. At most num_workers x prefetch_factor wait in memory.
 
-    A worker's error is raised here, in the training process. `report` gets the cost of each micro-batch.
+    A worker's error is raised here, in the training process: SampleError, or DataStallError and DataWorkerError from `watch`.
     """
     loader = DataLoader(
         samples,
@@ -172,18 +311,34 @@ def load_micro_batches(
         num_workers=num_workers,
         # torch refuses a prefetch factor without workers.
         prefetch_factor=prefetch_factor if num_workers else None,
-        collate_fn=partial(collate, padding=padding, bucket_size=bucket_size),
+        collate_fn=partial(collate, width=width),
         pin_memory=pin_memory,
         worker_init_fn=_initialise_worker,
+        # Without workers a thread watches instead (DataWatch.ends_stalled_loading).
+        timeout=watch.stall_seconds if num_workers else 0,
         # A generator of its own: the default would draw a seed from torch's global stream.
         generator=torch.Generator().manual_seed(samples.seed),
     )
     micro_batches: Any = iter(loader)
+    watch.worker_pids = [process.pid for process in micro_batches._workers] if num_workers else []
     try:
-        for loaded in micro_batches:
-            report(loaded.times)
-            yield loaded.batch
+        while True:
+            try:
+                loaded = next(micro_batches, None)
+            except SampleError:
+                raise
+            except RuntimeError as problem:
+                # torch's own words for both, without file or rank.
+                if "timed out after" in str(problem):
+                    raise watch.stalled(watch.stall_seconds) from problem
+                if "DataLoader worker" in str(problem):
+                    raise watch.died(None, str(problem).strip().split("\n")[0]) from problem
+                raise
+            if loaded is None:
+                return
+            yield loaded
     finally:
+        watch.worker_pids = []
         # An error's traceback keeps the iterator alive: its workers would stop whenever the garbage collector comes by, and
         # then wait for each other's queues. torch has no public way to stop them.
         if num_workers:

@@ -1,5 +1,5 @@
-"""Reads a LeRobot dataset's metadata (v2.0, v2.1, v3.0) in place into an `EpisodeTable`. No copy, no network, nothing
-written."""
+"""Reads a dataset's metadata (LeRobot v2.0, v2.1, v3.0, or RLDS) in place into an `EpisodeTable`. No copy, no network, nothing
+written unless a cache folder is given."""
 
 from __future__ import annotations
 
@@ -9,17 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vla.data.episode_table import EpisodeTable, Feature
+from megatron_vla.data.rlds_features import is_rlds
 from megatron_vla.findings import Finding, warning
 
 KNOWN_VERSIONS = ("2.0", "2.1", "3.0")
 
 
-def read_metadata(root: str | Path) -> tuple[EpisodeTable, list[Finding]]:
-    """(the table, warnings). Raises ValueError naming the file (and line) for metadata that cannot be read."""
+def read_metadata(
+    root: str | Path, rlds_mapping: str | None = None, data_cache_path: str | None = None
+) -> tuple[EpisodeTable, list[Finding]]:
+    """(the table, warnings). Raises ValueError naming the file (and line) for metadata that cannot be read.
+
+    An RLDS dataset needs `rlds_mapping` (--rlds-mapping) and is read through once; its index goes to `data_cache_path` if set.
+    """
+    from megatron_vla.data.metadata_rlds import read_rlds
     from megatron_vla.data.metadata_v2 import read_v2
     from megatron_vla.data.metadata_v3 import read_v3
 
     folder = Path(root)
+    if is_rlds(folder):
+        return read_rlds(folder, rlds_mapping, data_cache_path)
+    if rlds_mapping is not None:
+        raise ValueError(f"--rlds-mapping: {folder} is no RLDS dataset (no dataset_info.json) -> leave the flag out for it")
     info = read_info(folder)
     version = str(info.get("codebase_version", "")).removeprefix("v")
     findings: list[Finding] = []
@@ -53,7 +64,9 @@ def read_info(folder: Path) -> dict[str, Any]:
                 f"{path}: missing although the folder holds data; the recording was not finished (finalize) -> record again"
             )
         nested = sorted(str(p.parent.parent.relative_to(folder)) for p in folder.glob("*/meta/info.json"))
-        hint = f"datasets below it: {', '.join(nested[:8])}" if nested else "give the root folder of one LeRobot dataset"
+        hint = (
+            f"datasets below it: {', '.join(nested[:8])}" if nested else "give the root folder of one LeRobot or RLDS dataset"
+        )
         raise ValueError(f"--data-path {folder}: holds no meta/info.json -> {hint}")
     try:
         info = json.loads(path.read_text(encoding="utf-8-sig"))

@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_vla.data.draws import MOCK_STREAM, sample_generator
 from megatron_vla.data.transforms import action_loss_mask, pad_last_dim
+from megatron_vla.data.watch import StageTimes, StatusBoard
 
 MOCK_ROBOT_DIM = 7
 NUM_PHASES = 16
@@ -36,6 +37,17 @@ class MockSource:
     max_action_dim: int
     action_loss: str
     seed: int
+
+    def take_times(self) -> StageTimes:
+        """Nothing is read."""
+        return StageTimes(num_samples=1)
+
+    def where(self, index: int) -> str:
+        """For messages."""
+        return f"mock sample {index}"
+
+    def use_board(self, board: StatusBoard, first_sample: int = 0) -> None:
+        """Nothing to note: no file can stall."""
 
     def __call__(self, index: int, epoch: int) -> dict[str, Any]:
         """Arrays named as the fields of Batch, without noise and time."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 SETTINGS_FILE = "preprocessing.json"
 STATISTICS_FILE = "statistics.json"
 TOKENIZER_FILE = "tokenizer.model"
+MIXTURE_FILE = "mixture.json"  # names the folders of a mixture's datasets, each with the three files above
 FORMAT_VERSION = 1
 
 
@@ -37,8 +38,8 @@ FORMAT_VERSION = 1
 class PreprocessSettings:
     """Everything that decides what the model sees, JSON-ready.
 
-    `views` and `camera_keys` pair up by position; `delta_action_dims` is empty when the model predicts the dataset's own
-    actions; `max_state_dim` is the width of the padded state.
+    `views` and `camera_keys` pair up by position ("": no camera); `delta_action_dims` is empty when the model predicts the
+    dataset's own actions; `max_state_dim` is the width of the padded state; `action_fps`: steps of a chunk per second.
     """
 
     views: tuple[str, ...]
@@ -60,6 +61,7 @@ class PreprocessSettings:
     prompt_overflow: Literal["error", "truncate"]
     max_prompt_length: int
     action_loss: str
+    action_fps: float | None = None
 
     @property
     def camera_map(self) -> CameraMap:
@@ -113,17 +115,17 @@ class Preprocessor:
         normalized_D = self.state_normalizer.normalize(np.asarray(state_D, dtype=np.float32))
         # Before padding: only the robot's own dimensions are in the prompt.
         tokens_L, token_is_valid_L = self.tokenize(instruction, normalized_D)
-        frames = settings.camera_map.select(images)
+        cameras = settings.camera_map
+        empty = empty_image(settings.image_size, settings.image_resize)
         views = [
-            model_image(frame, settings.image_size, settings.image_resize, key)
-            for frame, key in zip(frames, settings.camera_keys, strict=True)
+            empty if frame is None else model_image(frame, settings.image_size, settings.image_resize, key)
+            for frame, key in zip(cameras.select(images), settings.camera_keys, strict=True)
         ]
-        num_empty = settings.num_images - len(views)
         # Last, so that real cameras keep their places when slots are added.
-        views += [empty_image(settings.image_size, settings.image_resize)] * num_empty
+        views += [empty] * (settings.num_images - len(views))
         return {
             "images_BVCHW": np.stack(views),
-            "camera_is_present_BV": np.arange(settings.num_images) < len(frames),
+            "camera_is_present_BV": np.array(cameras.is_present),
             "tokens_BL": tokens_L,
             "token_is_valid_BL": token_is_valid_L,
             "state_BD": pad_last_dim(normalized_D, settings.max_state_dim).astype(np.float32),
@@ -203,6 +205,9 @@ class Preprocessor:
     @staticmethod
     def load(folder: Path) -> Preprocessor:
         """Inverse of `save`. Raises ValueError naming the file that is missing or broken."""
+        if (folder / MIXTURE_FILE).is_file():
+            names = json.loads((folder / MIXTURE_FILE).read_text())["datasets"]
+            raise ValueError(f"{folder}: of a mixture of {', '.join(names)}; choose one: {folder / names[0]}")
         absent = [name for name in (SETTINGS_FILE, STATISTICS_FILE, TOKENIZER_FILE) if not (folder / name).is_file()]
         if absent:
             raise ValueError(f"{folder}: {', '.join(absent)} missing; a checkpoint carries all of its preprocessing")

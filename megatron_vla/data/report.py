@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from PIL import Image, ImageDraw
 
 from megatron_vla.data.batch import Batch
 from megatron_vla.data.image import pixels_to_model_range
+from megatron_vla.data.mixture_data import MixturePreprocessor
 from megatron_vla.data.preprocess import Preprocessor
 from megatron_vla.findings import Finding, warning
 
@@ -27,25 +29,39 @@ PICTURE_NAME = "first_batch.png"
 JSON_NAME = "first_batch.json"
 
 
-def _view_labels(batch: Batch, preprocessor: Preprocessor | None) -> list[tuple[str, str]]:
-    """(slot name, camera key) of each view."""
+AnyPreprocessor = Preprocessor | MixturePreprocessor | None
+
+
+def _parts(batch: Batch, preprocessor: Preprocessor | MixturePreprocessor) -> list[tuple[str, Preprocessor, np.ndarray]]:
+    """(dataset name, its preprocessor, its samples' places in the batch); one nameless part unless it is a mixture."""
+    if isinstance(preprocessor, MixturePreprocessor):
+        return list(preprocessor.split(batch.sample_index_B.numpy()))
+    return [("", preprocessor, np.arange(batch.size))]
+
+
+def _view_labels(batch: Batch, preprocessor: AnyPreprocessor) -> list[tuple[str, str]]:
+    """(slot name, camera keys of the datasets) of each view."""
     num_views = batch.images_BVCHW.shape[1]
     if preprocessor is None:
         return [(f"view_{i}", "mock") for i in range(num_views)]
-    cameras = preprocessor.settings.camera_map
-    keys = [*cameras.keys, *("no camera" for _ in range(num_views - len(cameras.keys)))]
-    return list(zip(cameras.slot_names(), keys, strict=True))
+    maps = [part.settings.camera_map for _, part, _ in _parts(batch, preprocessor)]
+    keys = [
+        dict.fromkeys((cameras.keys[view] if view < len(cameras.keys) else "") or "no camera" for cameras in maps)
+        for view in range(num_views)
+    ]
+    return list(zip(maps[0].slot_names(), map(", ".join, keys), strict=True))
 
 
-def _prompts(batch: Batch, preprocessor: Preprocessor | None, num_samples: int) -> list[str]:
+def _prompts(batch: Batch, preprocessor: AnyPreprocessor, num_samples: int) -> list[str]:
     prompts = []
+    tokenizer = None if preprocessor is None else _parts(batch, preprocessor)[0][1].tokenizer
     for tokens_L, is_valid_L in zip(batch.tokens_BL[:num_samples], batch.token_is_valid_BL[:num_samples], strict=True):
         ids = tokens_L[is_valid_L].tolist()
-        prompts.append(f"{len(ids)} random tokens" if preprocessor is None else preprocessor.tokenizer.decode(ids))
+        prompts.append(f"{len(ids)} random tokens" if tokenizer is None else tokenizer.decode(ids))
     return prompts
 
 
-def _rows(feature: str, names: tuple[str, ...], before_ND: np.ndarray, after_ND: np.ndarray) -> list[dict[str, Any]]:
+def _rows(feature: str, names: Sequence[str], before_ND: np.ndarray, after_ND: np.ndarray) -> list[dict[str, Any]]:
     return [
         {
             "feature": feature,
@@ -60,28 +76,33 @@ def _rows(feature: str, names: tuple[str, ...], before_ND: np.ndarray, after_ND:
     ]
 
 
-def range_rows(batch: Batch, preprocessor: Preprocessor) -> list[dict[str, Any]]:
-    """Ranges of every state and action dimension in this batch, before and after normalization.
+def range_rows(batch: Batch, preprocessor: Preprocessor | MixturePreprocessor) -> list[dict[str, Any]]:
+    """Ranges of every state and action dimension in this batch, before and after normalization, dataset by dataset.
 
     The physical values come from the normalized ones through the inverse transform, so the table also shows that it works.
     """
-    settings = preprocessor.settings
-    state_ND = batch.state_BD[:, : settings.state_dim].numpy()
-    actions_BTD = batch.actions_BTA[:, :, : settings.action_dim].numpy()
-    physical_state_ND = preprocessor.state_normalizer.unnormalize(state_ND)
-    # Batched: the state broadcasts over the horizon.
-    physical_BTD = preprocessor.unnormalize_actions(batch.actions_BTA.numpy(), physical_state_ND)
-    return _rows("state", settings.state_names, physical_state_ND, state_ND) + _rows(
-        "action",
-        settings.action_names,
-        physical_BTD.reshape(-1, settings.action_dim),
-        actions_BTD.reshape(-1, settings.action_dim),
-    )
+    rows = []
+    for dataset, part, places in _parts(batch, preprocessor):
+        settings, prefix = part.settings, f"{dataset}:" if dataset else ""
+        state_ND = batch.state_BD.numpy()[places, : settings.state_dim]
+        actions_BTA = batch.actions_BTA.numpy()[places]
+        actions_BTD = actions_BTA[:, :, : settings.action_dim]
+        physical_state_ND = part.state_normalizer.unnormalize(state_ND)
+        # Batched: the state broadcasts over the horizon.
+        physical_BTD = part.unnormalize_actions(actions_BTA, physical_state_ND)
+        rows += _rows("state", [prefix + name for name in settings.state_names], physical_state_ND, state_ND)
+        rows += _rows(
+            "action",
+            [prefix + name for name in settings.action_names],
+            physical_BTD.reshape(-1, settings.action_dim),
+            actions_BTD.reshape(-1, settings.action_dim),
+        )
+    return rows
 
 
-def padded_action_fraction(batch: Batch, preprocessor: Preprocessor | None) -> float | None:
+def padded_action_fraction(batch: Batch, preprocessor: AnyPreprocessor) -> float | None:
     """Share of action steps beyond the episode's end; None when --action-loss keeps them in the loss mask."""
-    if preprocessor is not None and preprocessor.settings.action_loss != "valid":
+    if preprocessor is not None and _parts(batch, preprocessor)[0][1].settings.action_loss != "valid":
         return None
     return 1.0 - float(batch.action_is_valid_BTA[..., 0].float().mean())
 
@@ -102,7 +123,7 @@ def padding_finding(padded: float, expected: float, num_steps: int) -> Finding |
 
 
 def summarize(
-    batch: Batch, preprocessor: Preprocessor | None, order_hash: str, expected_padded_fraction: float
+    batch: Batch, preprocessor: AnyPreprocessor, order_hash: str, expected_padded_fraction: float
 ) -> tuple[dict[str, Any], list[Finding]]:
     """(JSON-ready content, warnings) of a batch on the CPU."""
     num_samples = min(MAX_SAMPLES, batch.size)
@@ -189,7 +210,7 @@ def draw_picture(batch: Batch, content: dict[str, Any]) -> Image.Image:
 
 def first_batch_report(
     batch: Batch,
-    preprocessor: Preprocessor | None,
+    preprocessor: AnyPreprocessor,
     folder: Path | None,
     *,
     order_hash: str,

@@ -14,11 +14,11 @@ import numpy as np
 from megatron_vla.config.cli import flag_name
 from megatron_vla.config.data import DataConfig
 from megatron_vla.config.run import RunConfig
+from megatron_vla.data.action_steps import action_steps
 from megatron_vla.data.cameras import CameraMap, parse_camera_map
-from megatron_vla.data.dataset import RobotDataset, build_robot_dataset
-from megatron_vla.data.dataset_check import padded_share
+from megatron_vla.data.dataset import RobotDataset, build_robot_dataset, open_table
 from megatron_vla.data.episode_table import EpisodeTable, Feature
-from megatron_vla.data.metadata import read_metadata
+from megatron_vla.data.locator import has_complete_chunk
 from megatron_vla.data.preprocess import Preprocessor, PreprocessSettings
 from megatron_vla.data.prompt import SentencePieceTokenizer, check_prompt_lengths, load_tokenizer
 from megatron_vla.data.statistics import SANITY_SAMPLES, Statistics, range_table
@@ -43,7 +43,14 @@ STREAM_FLAGS = (
     "empty_instruction",
     "drop_nonfinite",
     "drop_idle_frames",
+    "action_horizon_policy",
     "statistics_quantiles",
+    "rlds_mapping",
+    "action_fps",
+    "action_horizon_seconds",
+    "action_resampling",
+    "data_override",
+    "mixture_statistics",
 )
 
 
@@ -60,11 +67,12 @@ class PreparedData:
     expected_padded_fraction: float
 
 
-def stream_transform(config: RunConfig) -> StreamTransform:
-    """What shapes the stream of states and actions."""
+def stream_transform(config: RunConfig, dataset_fps: float) -> StreamTransform:
+    """What shapes the stream of states and actions of a dataset. Raises CheckError for a rate that it cannot be given."""
     data = config.data
     dims = data.delta_action_dims if data.model_action_representation == "delta" else ()
-    return StreamTransform(config.family.action_horizon, dims, data.state_key, data.action_key)
+    steps = action_steps(data, config.family.action_horizon, dataset_fps)
+    return StreamTransform(steps.horizon, dims, data.state_key, data.action_key, steps.frames_per_step, steps.resampling)
 
 
 def statistics_command(config: RunConfig) -> str:
@@ -115,7 +123,7 @@ def _width_findings(config: RunConfig, table: EpisodeTable, state_is_model_input
 
 
 def _statistics(
-    config: RunConfig, dataset: RobotDataset, transform: StreamTransform, samples: np.ndarray
+    config: RunConfig, dataset: RobotDataset, transform: StreamTransform, samples: np.ndarray, command: str
 ) -> tuple[Statistics | None, list[Finding], str]:
     """(statistics or None with errors, findings, one line for the log)."""
     data = config.data
@@ -124,7 +132,6 @@ def _statistics(
         statistics = compute_statistics(dataset, transform, samples, data.statistics_quantiles)
         line = f"statistics: computed from {len(samples)} samples ({statistics.quantiles} quantiles), stored in checkpoints"
         return statistics, [], line
-    command = statistics_command(config)
     found, findings = load_statistics(
         data.statistics_path, dataset, transform, len(samples), data.allow_foreign_statistics, command
     )
@@ -145,7 +152,9 @@ def sanity_rows(
     }
 
 
-def _settings(config: RunConfig, dataset: RobotDataset, cameras: CameraMap, transform: StreamTransform) -> PreprocessSettings:
+def _settings(
+    config: RunConfig, dataset: RobotDataset, cameras: CameraMap, transform: StreamTransform, min_state_dim: int
+) -> PreprocessSettings:
     data, model, features = config.data, config.family, dataset.table.features
     action_dim, state_dim = dataset.actions_ND.shape[-1], dataset.state_ND.shape[-1]
     return PreprocessSettings(
@@ -157,7 +166,7 @@ def _settings(config: RunConfig, dataset: RobotDataset, cameras: CameraMap, tran
         action_dim=action_dim,
         state_dim=state_dim,
         max_action_dim=model.max_action_dim,
-        max_state_dim=max(state_dim, model.max_action_dim),
+        max_state_dim=max(state_dim, model.max_action_dim, min_state_dim),
         action_horizon=model.action_horizon,
         action_names=dimension_names(features.get(data.action_key), action_dim),
         state_names=dimension_names(features.get(data.state_key), state_dim),
@@ -168,6 +177,7 @@ def _settings(config: RunConfig, dataset: RobotDataset, cameras: CameraMap, tran
         prompt_overflow=data.prompt_overflow,
         max_prompt_length=model.max_prompt_length,
         action_loss=model.action_loss,
+        action_fps=dataset.table.fps / transform.frames_per_step,
     )
 
 
@@ -190,25 +200,17 @@ class OpenedColumns:
         return any(finding.severity == "error" for finding in self.findings)
 
 
-def read_table(config: RunConfig) -> EpisodeTable:
-    """Metadata of the dataset. Raises CheckError."""
-    data = config.data
-    if not data.data_path:
-        raise CheckError([error("--data-path", "no dataset given", "name a LeRobot dataset folder, or use --mock-data")])
-    try:
-        return read_metadata(data.data_path[0])[0]
-    except ValueError as problem:
-        raise CheckError([error("--data-path", str(problem), "give the root folder of a LeRobot dataset")]) from problem
-
-
 def open_columns(
-    config: RunConfig, table: EpisodeTable, camera_keys: tuple[str, ...], state_is_model_input: bool = False
+    config: RunConfig,
+    opened: tuple[EpisodeTable, list[Finding]],
+    camera_keys: tuple[str, ...],
+    state_is_model_input: bool = False,
 ) -> OpenedColumns:
-    """Open the dataset and check widths and which samples remain. Raises CheckError when it cannot be opened."""
-    data = config.data
+    """Check the dataset of `open_table`, its widths and which samples remain. Raises CheckError when it cannot be used."""
+    data, table = config.data, opened[0]
     findings = _width_findings(config, table, state_is_model_input)
     try:
-        dataset = build_robot_dataset(data, config.family.action_horizon, camera_keys)
+        dataset = build_robot_dataset(data, config.family.action_horizon, camera_keys, opened)
     except CheckError as problems:
         raise CheckError([*findings, *problems.findings]) from problems
     findings += dataset.findings
@@ -218,7 +220,7 @@ def open_columns(
     }
     keep_N = np.ones(len(dataset), dtype=bool)
     if data.drop_nonfinite:
-        keep_N = ~windows_with_nonfinite(dataset, config.family.action_horizon)
+        keep_N = ~windows_with_nonfinite(dataset, dataset.steps.reach)
         if not keep_N.all():
             what = f"{(~keep_N).sum()} of {len(dataset)} samples left out: NaN or Inf in their state or action chunk"
             findings.append(warning("--drop-nonfinite", what, "as asked"))
@@ -227,56 +229,113 @@ def open_columns(
         keep_N &= ~idle_N
         what = f"{idle_N.sum()} of {len(dataset)} samples left out: the state does not move"
         findings.append(warning("--drop-idle-frames", what, "as asked"))
+    if data.action_horizon_policy == "complete":
+        complete_N = has_complete_chunk(dataset.frame_of_N, dataset.length_of_N, dataset.steps.reach)
+        keep_N &= complete_N
+        what = f"{(~complete_N).sum()} of {len(dataset)} samples left out: their action chunk ends after their episode"
+        findings.append(warning("--action-horizon-policy complete", what, "as asked"))
     if not keep_N.any():
         findings.append(error("--data-path", f"no sample of {len(dataset)} is left", "repair the dataset"))
     return OpenedColumns(dataset, names, np.flatnonzero(keep_N), findings)
 
 
-def prepare_robot_data(config: RunConfig, state_is_model_input: bool) -> PreparedData:
-    """Open, check and prepare the dataset. Raises CheckError with everything found, not only the first problem.
+@dataclass(frozen=True)
+class SharedLayout:
+    """What datasets of one mixture must agree on: image slots by view name, and the width of the padded state."""
+
+    views: tuple[str, ...]
+    num_images: int
+    state_dim: int
+
+
+@dataclass(frozen=True)
+class OpenedData:
+    """A dataset after every check that statistics are not needed for. `config` holds the flags of this dataset alone.
+
+    cameras and tokenizer are None when `findings` has their errors. command: how to make --statistics-path anew.
+    """
+
+    config: RunConfig
+    command: str
+    columns: OpenedColumns
+    transform: StreamTransform
+    cameras: CameraMap | None
+    tokenizer: SentencePieceTokenizer | None
+    findings: list[Finding]
+
+    @property
+    def layout(self) -> SharedLayout | None:
+        """The layout of this dataset alone."""
+        if self.cameras is None:
+            return None
+        return SharedLayout(self.cameras.views, self.cameras.num_images, self.columns.dataset.state_ND.shape[-1])
+
+
+def open_robot_data(config: RunConfig, state_is_model_input: bool) -> OpenedData:
+    """Open and check one dataset. Raises CheckError with everything found when it cannot be opened.
 
     `state_is_model_input`: the model reads Batch.state_BD itself (then its width is limited), not only through the prompt.
     """
     data = config.data
-    table = read_table(config)
+    opened = open_table(data)
     # Every check goes on after an error of another, so that one run reports all of them.
-    cameras, findings = parse_camera_map(data.camera_map, data.num_images, table.cameras)
+    cameras, findings = parse_camera_map(data.camera_map, data.num_images, opened[0].cameras)
     tokenizer, tokenizer_findings = load_tokenizer(data.tokenizer_model, config.family.vocab_size)
     findings += tokenizer_findings
     try:
-        opened = open_columns(config, table, cameras.keys if cameras else (), state_is_model_input)
+        columns = open_columns(config, opened, cameras.keys if cameras else (), state_is_model_input)
+        transform = stream_transform(config, opened[0].fps)
     except CheckError as problems:
         raise CheckError([*findings, *problems.findings]) from problems
-    dataset, samples = opened.dataset, opened.samples
-    findings += opened.findings
+    findings += columns.findings
     if tokenizer is not None:
-        findings += _prompt_findings(config, dataset, tokenizer)
-    transform = stream_transform(config)
-    statistics, statistics_line = None, ""
+        findings += _prompt_findings(config, columns.dataset, tokenizer)
+    return OpenedData(config, statistics_command(config), columns, transform, cameras, tokenizer, findings)
+
+
+def finish_robot_data(
+    opened: OpenedData, layout: SharedLayout | None = None, statistics: Statistics | None = None
+) -> PreparedData:
+    """Statistics (computed or loaded, unless given), preprocessor and range check. Raises CheckError with everything found."""
+    config, transform, cameras, tokenizer = opened.config, opened.transform, opened.cameras, opened.tokenizer
+    dataset, samples, findings = opened.columns.dataset, opened.columns.samples, list(opened.findings)
+    statistics_line = "statistics: of all datasets of the mixture together"
     # Statistics over NaN or over the wrong dimensions would only add misleading findings.
-    if not opened.has_errors:
-        statistics, statistics_findings, statistics_line = _statistics(config, dataset, transform, samples)
+    if statistics is None and not opened.columns.has_errors:
+        statistics, statistics_findings, statistics_line = _statistics(config, dataset, transform, samples, opened.command)
         findings += statistics_findings
     if statistics is None or cameras is None or tokenizer is None:
         raise CheckError(findings)
-    preprocessor = Preprocessor(_settings(config, dataset, cameras, transform), statistics, tokenizer)
+    layout = layout or opened.layout
+    assert layout is not None
+    shared = cameras.arranged(layout.views, layout.num_images)
+    preprocessor = Preprocessor(_settings(config, dataset, shared, transform, layout.state_dim), statistics, tokenizer)
     ranges, range_findings = range_table(
-        sanity_rows(preprocessor, dataset, transform, samples), opened.names, data.max_out_of_range_fraction
+        sanity_rows(preprocessor, dataset, transform, samples), opened.columns.names, config.data.max_out_of_range_fraction
     )
-    findings += range_findings if data.normalization != "identity" else []
+    findings += range_findings if config.data.normalization != "identity" else []
     raise_errors(findings)
+    rate = dataset.table.fps / transform.frames_per_step
     summary = [
         *dataset.summary,
         f"samples: {len(samples)} of {len(dataset)}",
-        f"cameras: {' '.join(cameras.to_flag_values())}, {cameras.num_images} image slots",
+        f"cameras: {' '.join(cameras.to_flag_values())}, {layout.num_images} image slots",
+        f"action chunk: {transform.horizon} steps at {rate:g} per second = {transform.horizon / rate:.3g} s, a step is "
+        f"{transform.frames_per_step:g} frame(s) ({transform.resampling})",
         statistics_line,
         *format_range_table(ranges),
         *(str(finding) for finding in findings),
     ]
     # No table at all in the usual case that every sample stays.
     rows = None if len(samples) == len(dataset) else samples
-    expected = padded_share(dataset.table.length_E, transform.horizon)
+    is_complete = config.data.action_horizon_policy == "complete"
+    expected = 0.0 if is_complete else transform.steps.padded_share(dataset.table.length_E)
     return PreparedData(dataset, preprocessor, rows, len(samples), findings, summary, expected)
+
+
+def prepare_robot_data(config: RunConfig, state_is_model_input: bool) -> PreparedData:
+    """Open, check and prepare one dataset. Raises CheckError with everything found, not only the first problem."""
+    return finish_robot_data(open_robot_data(config, state_is_model_input))
 
 
 def _prompt_findings(config: RunConfig, dataset: RobotDataset, tokenizer: SentencePieceTokenizer) -> list[Finding]:

@@ -10,12 +10,30 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 UINT64 = (1 << 64) - 1
 ORDER_STREAM = 0x6F72646572  # keeps the order's random stream apart from the streams in draws.py
 CACHED_EPOCHS = 2  # a global batch touches at most two epochs unless the dataset is smaller than a batch
+
+
+class SampleOrder(Protocol):
+    """Which sample is at which global position."""
+
+    @property
+    def num_samples(self) -> int:
+        """Per epoch."""
+        ...
+
+    def at(self, position: int) -> tuple[int, int]:
+        """(epoch, sample number) at a global position."""
+        ...
+
+    def order_hash(self) -> str:
+        """Changes with everything that changes the order."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +90,7 @@ class MicroBatchSampler:
     the split.
     """
 
-    order: GlobalOrder
+    order: SampleOrder
     consumed_samples: int
     micro_batch_size: int
     global_batch_size: int

@@ -211,17 +211,35 @@ class Statistics:
         path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @staticmethod
-    def load(path: Path) -> Statistics:
-        """Read statistics.json; raises ValueError naming the file."""
+    def load(path: Path, fingerprint: str | None = None, transform_hash: str | None = None) -> Statistics:
+        """Inverse of `save`, and of `save_statistics_of_datasets`: there the statistics of the dataset with `fingerprint`.
+
+        Of several with that fingerprint, those with `transform_hash`. Raises ValueError naming the file.
+        """
         try:
             content = json.loads(path.read_text())
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as problem:
             raise ValueError(f"{path}: no readable JSON ({problem}); make it with tools/compute_norm_stats.py") from problem
-        return Statistics.from_dict(content, str(path))
+        if "datasets" not in content:
+            return Statistics.from_dict(content, str(path))
+        parts = {name: Statistics.from_dict(part, f"{path}: {name}") for name, part in content["datasets"].items()}
+        fitting = [part for part in parts.values() if part.dataset_fingerprint == fingerprint]
+        if not fitting:
+            raise ValueError(
+                f"{path}: statistics of the datasets {', '.join(parts)}, none of them has fingerprint {fingerprint}; "
+                "make it with tools/compute_norm_stats.py from the same --data-path"
+            )
+        return next((part for part in fitting if part.transform_hash == transform_hash), fitting[0])
 
     def normalizer(self, feature: str, mode: Normalization, variant: Any) -> Normalizer:
         """Normalizer of "state" or "actions"."""
         return Normalizer(mode, variant, self.features[feature].values)
+
+
+def save_statistics_of_datasets(path: Path, parts: Mapping[str, Statistics]) -> None:
+    """One file for the datasets of a mixture; each is found again by its fingerprint, not by its name."""
+    content = {"format_version": FORMAT_VERSION, "datasets": {name: part.to_dict() for name, part in parts.items()}}
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def range_table(

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from megatron_vla.data.action_steps import ActionSteps, Resampling
 from megatron_vla.data.statistics import QuantileMethod, Statistics, StatisticsAccumulator
-from megatron_vla.data.transforms import absolute_to_delta, chunk_rows
+from megatron_vla.data.transforms import absolute_to_delta
 from megatron_vla.findings import Finding, error, warning
 
 ROWS_PER_BLOCK = 16384
@@ -53,11 +54,25 @@ class StreamTransform:
     delta_action_dims: tuple[int, ...]
     state_key: str
     action_key: str
+    frames_per_step: float = 1.0
+    resampling: Resampling = "exact"
+
+    @property
+    def steps(self) -> ActionSteps:
+        """Which frames a chunk is made of."""
+        return ActionSteps(self.horizon, self.frames_per_step, self.resampling)
+
+    def about(self, num_samples: int) -> dict[str, Any]:
+        """What the hash is made of; the resampling only where there is any."""
+        content = {**asdict(self), "num_samples": num_samples}
+        if self.frames_per_step == 1.0:
+            del content["frames_per_step"], content["resampling"]
+        return content
 
     def hash(self, num_samples: int) -> str:
         """16 hex digits; `num_samples` because leaving out samples changes the stream."""
         # Normalization mode is not in it: the file holds what every mode needs.
-        text = json.dumps({**asdict(self), "num_samples": num_samples}, sort_keys=True)
+        text = json.dumps(self.about(num_samples), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def actions(self, actions_TD: np.ndarray, state_D: np.ndarray) -> np.ndarray:
@@ -81,18 +96,18 @@ def transformed_blocks(
     for start in range(0, len(samples), ROWS_PER_BLOCK):
         rows = samples[start : start + ROWS_PER_BLOCK]
         states_nD = np.asarray(columns.state_ND[rows])
-        actions_nTD = np.asarray(columns.actions_ND)[chunk_rows(rows, last_row_N[rows], transform.horizon)]
+        actions_nTD, _ = transform.steps.chunks(np.asarray(columns.actions_ND), rows, last_row_N[rows])
         yield states_nD, transform.actions(actions_nTD, states_nD)
 
 
-def windows_with_nonfinite(columns: LowDimColumns, horizon: int) -> np.ndarray:
-    """bool [N]: the sample's state or any action of its chunk holds NaN or Inf."""
+def windows_with_nonfinite(columns: LowDimColumns, num_frames: int) -> np.ndarray:
+    """bool [N]: the sample's state or any action of the `num_frames` frames from it on holds NaN or Inf."""
     bad_action_N = ~np.isfinite(np.asarray(columns.actions_ND)).all(axis=-1)
     bad_state_N = ~np.isfinite(np.asarray(columns.state_ND)).all(axis=-1)
     # Prefix sums answer every window in one pass, whatever the horizon.
     num_bad_before = np.concatenate([[0], np.cumsum(bad_action_N)])
     first = np.arange(len(bad_action_N))
-    after_last = np.minimum(first + horizon, last_rows(columns) + 1)
+    after_last = np.minimum(first + num_frames, last_rows(columns) + 1)
     return bad_state_N | (num_bad_before[after_last] > num_bad_before[first])
 
 
@@ -107,22 +122,40 @@ def compute_statistics(
 
     quantiles "auto" is exact up to 100 million values per dimension. `progress` is called with the samples of each block.
     """
+    return merged_statistics([(columns, transform, samples)], quantiles, progress)[0]
+
+
+def merged_statistics(
+    streams: Sequence[tuple[LowDimColumns, StreamTransform, np.ndarray]],
+    quantiles: Literal["auto", "exact", "histogram"],
+    progress: Callable[[int], object] = lambda num_samples: None,
+) -> list[Statistics]:
+    """Statistics of all streams (columns, transform, samples) together, once for each of them with its own identity.
+
+    Every sample counts once, whatever a mixture's weights: a weight is changed more often than a model is trained anew.
+    """
     # The choice is stored in the file, so two files can be told apart.
     method: QuantileMethod = "exact" if quantiles == "exact" else "histogram"
-    if quantiles == "auto" and len(samples) * transform.horizon <= EXACT_LIMIT:
+    num_values = sum(len(samples) * transform.horizon for _, transform, samples in streams)
+    if quantiles == "auto" and num_values <= EXACT_LIMIT:
         method = "exact"
     states, actions = StatisticsAccumulator(method), StatisticsAccumulator(method)
-    for states_nD, actions_nTD in transformed_blocks(columns, transform, samples):
-        states.update(states_nD)
-        actions.update(actions_nTD.reshape(-1, actions_nTD.shape[-1]))
-        progress(len(states_nD))
-    return Statistics(
-        {"state": states.result(), "actions": actions.result()},
-        dataset_fingerprint=columns.fingerprint(),
-        transform_hash=transform.hash(len(samples)),
-        quantiles=method,
-        about={**asdict(transform), "num_samples": len(samples)},
-    )
+    for columns, transform, samples in streams:
+        for states_nD, actions_nTD in transformed_blocks(columns, transform, samples):
+            states.update(states_nD)
+            actions.update(actions_nTD.reshape(-1, actions_nTD.shape[-1]))
+            progress(len(states_nD))
+    features = {"state": states.result(), "actions": actions.result()}
+    return [
+        Statistics(
+            features,
+            dataset_fingerprint=columns.fingerprint(),
+            transform_hash=transform.hash(len(samples)),
+            quantiles=method,
+            about=transform.about(len(samples)),
+        )
+        for columns, transform, samples in streams
+    ]
 
 
 def load_statistics(
@@ -135,7 +168,7 @@ def load_statistics(
 ) -> tuple[Statistics | None, list[Finding]]:
     """Statistics from --statistics-path; refused when made on other data or with other transforms unless `allow_foreign`."""
     try:
-        statistics = Statistics.load(Path(path))
+        statistics = Statistics.load(Path(path), columns.fingerprint(), transform.hash(num_samples))
     except ValueError as problem:
         return None, [error("--statistics-path", str(problem), command)]
     findings = []
@@ -149,7 +182,7 @@ def load_statistics(
     if statistics.dataset_fingerprint != columns.fingerprint():
         differences.append(f"other data (fingerprint {statistics.dataset_fingerprint}, here {columns.fingerprint()})")
     if statistics.transform_hash != transform.hash(num_samples):
-        here = {**asdict(transform), "num_samples": num_samples}
+        here = transform.about(num_samples)
         changed = [f"{k} {statistics.about.get(k)} -> {v}" for k, v in here.items() if not _same(statistics.about.get(k), v)]
         differences.append("other transforms (" + ("; ".join(changed) or "not recorded") + ")")
     if differences:

@@ -52,11 +52,6 @@ def pad_last_dim(values_D: np.ndarray, width: int) -> np.ndarray:
     return np.pad(values_D, [(0, 0)] * (values_D.ndim - 1) + [(0, missing)])
 
 
-def chunk_rows(row_N: np.ndarray, last_row_N: np.ndarray, horizon: int) -> np.ndarray:
-    """Rows of each sample's action chunk, clamped to the episode's last row: [N, T]."""
-    return np.minimum(row_N[:, None] + np.arange(horizon)[None, :], last_row_N[:, None])
-
-
 def action_loss_mask(
     action_loss: str, action_is_in_episode_T: np.ndarray, action_dim: int, max_action_dim: int
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -85,6 +85,19 @@ def _is_common(exception: BaseException) -> bool:
     return isinstance(exception, dist.DistError) or "gloo" in str(exception) or "NCCL" in str(exception)
 
 
+def end_all_ranks(message: str) -> None:
+    """End every rank with `message` from any thread of a rank whose main thread does not answer."""
+    rank = os.environ.get("RANK", "0")
+    print(f"rank {rank} stops: {message}", file=sys.stderr, flush=True)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        store: Any = dist.distributed_c10d._get_default_store()
+        # A clone has its own connection: the original may be blocked by the main thread.
+        store.clone().set(FAILURE_KEY, f"rank {rank} failed first: {message}")
+        # Rank 0 may own the store: the others have to read it first.
+        threading.Event().wait(POLL_SECONDS + GRACE_SECONDS)
+    os._exit(1)
+
+
 @contextmanager
 def ends_all_ranks(rank: int, world_size: int) -> Iterator[RankWatch]:
     """Inside this block an exception on one rank ends every rank, each naming the first cause."""

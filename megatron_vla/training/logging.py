@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,24 @@ from megatron_vla.training.plot import draw_loss_curve
 METRICS_FILE = "metrics.jsonl"
 CURVE_FILE = "loss_curve.png"
 DATA_WAIT_HINT_SHARE = 0.10
-DATA_STAGES = {"read and decode": "data_read_ms", "transform": "data_transform_ms"}
+DATA_STAGES = ("read", "decode", "transform", "copy")
 
 
 @dataclass(frozen=True)
 class WindowTiming:
-    """Host-side numbers of one log window. Data wait and memory are those of the worst rank, which is named."""
+    """Host-side numbers of one log window. Data wait, its stages and memory are those of the worst rank, which is named.
+
+    data_wait_p50_ms, data_wait_p99_ms: wait for one micro-batch, of every rank. data: what DataSupply.metrics returned.
+    """
 
     seconds: float
     data_wait_seconds: float
     data_wait_rank: int
     peak_memory_gib: float
     samples: int
+    data_wait_p50_ms: tuple[float, ...] = ()
+    data_wait_p99_ms: tuple[float, ...] = ()
+    data: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,9 @@ def window_record(steps: list[StepRecord], timing: WindowTiming, position: Posit
         "data_wait_ms": timing.data_wait_seconds / count * 1e3,
         "data_wait_share": timing.data_wait_seconds / timing.seconds,
         "data_wait_rank": timing.data_wait_rank,
+        "data_wait_p50_ms_by_rank": list(timing.data_wait_p50_ms),
+        "data_wait_p99_ms_by_rank": list(timing.data_wait_p99_ms),
+        **timing.data,
         "peak_memory_gib": timing.peak_memory_gib,
         "eta_seconds": step_seconds * position.remaining_iters,
         "iterations": [s.iteration for s in steps],
@@ -112,15 +121,29 @@ def data_wait_hint(record: Mapping[str, Any], config: RunConfig) -> str | None:
     share = record["data_wait_share"]
     if share <= DATA_WAIT_HINT_SHARE:
         return None
-    # Worker milliseconds per sample, as the data supply measured them: the larger one is the stage to work on.
-    stages = {stage: record[key] for stage, key in DATA_STAGES.items() if key in record}
+    # Worker milliseconds per sample, as the data supply measured them: the largest one is the stage to work on.
+    stages = {stage: record[f"data_{stage}_ms"] for stage in DATA_STAGES if f"data_{stage}_ms" in record}
     slowest = max(stages, key=lambda name: stages[name]) if stages else None
     stage = f", mostly {slowest} at {stages[slowest]:.1f} ms per sample" if slowest else ""
     return (
-        f"hint: {share:.0%} of this window was waiting for data (rank {record['data_wait_rank']}{stage}): raise --num-workers "
-        f"(now {config.data.num_workers}) or --prefetch-factor (now {config.data.prefetch_factor}), try another "
-        f"--video-backend (now {config.data.video_backend}); --mock-data shows the speed without it"
+        f"hint: {share:.0%} of this window was waiting for data (rank {record['data_wait_rank']}{stage}): "
+        f"{_stage_advice(slowest, config)}raise --num-workers (now {config.data.num_workers}) or --prefetch-factor (now "
+        f"{config.data.prefetch_factor}); --mock-data shows the speed without it"
     )
+
+
+def _stage_advice(stage: str | None, config: RunConfig) -> str:
+    """The flag that helps one stage, ahead of the general ones."""
+    data = config.data
+    if stage == "read":
+        return f"copy the dataset to a local disk, raise --video-decoder-cache-size (now {data.video_decoder_cache_size}), "
+    if stage == "decode" and data.data_access == "random":
+        return f"use --data-access decode_once, try another --video-backend (now {data.video_backend}), "
+    if stage == "decode":
+        return f"raise --prefetch-shards (now {data.prefetch_shards}), try another --video-backend (now {data.video_backend}), "
+    if stage == "transform" and data.augmentation != "none" and data.augmentation_device == "cpu":
+        return "use --augmentation-device gpu, "
+    return ""
 
 
 class RunLogger:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -32,13 +33,13 @@ from megatron_vla.training.signals import StopSignals
 
 
 class TimedIterator:
-    """Counts the seconds that the loop waits for the next batch, and tells the watch about the wait."""
+    """Measures how long the loop waits for each batch, and tells the watch about the wait."""
 
     def __init__(self, batches: Iterator[Batch], watch: RankWatch):
         self._batches = batches
         self._watch = watch
         self.iteration = 0
-        self.wait_seconds = 0.0
+        self._waits: list[float] = []
 
     def __iter__(self) -> TimedIterator:
         return self
@@ -48,13 +49,13 @@ class TimedIterator:
         self._watch.enter(f"waiting for data of iteration {self.iteration}")
         batch = next(self._batches)
         self._watch.enter(f"training iteration {self.iteration}")
-        self.wait_seconds += time.perf_counter() - start
+        self._waits.append(time.perf_counter() - start)
         return batch
 
-    def take_wait(self) -> float:
-        """Seconds since the last call."""
-        seconds, self.wait_seconds = self.wait_seconds, 0.0
-        return seconds
+    def take_waits(self) -> list[float]:
+        """Seconds of each wait since the last call."""
+        waits, self._waits = self._waits, []
+        return waits
 
 
 @dataclass
@@ -166,29 +167,33 @@ class _Loop:
             with closing(self._open(start, 1)) as again:
                 forward_step = self.run_parts.family.forward_step
                 raise diagnose(self.run_parts.runner.schedule, forward_step, self.groups, again, bad.iteration, bad.loss)
-        timing = self._timing(batches.take_wait(), seconds, count)
+        timing = self._timing(batches.take_waits(), seconds, count)
         if self.logger is not None:
             position = Position(
                 consumed_samples=self.state.consumed_samples,
                 epoch=self.state.consumed_samples / max(1, self.run_parts.supply.num_samples),
                 remaining_iters=self.config.training.train_iters - self.state.iteration,
             )
-            record = window_record(records, timing, position)
-            self.logger.window({**record, **self.run_parts.supply.metrics()})
+            self.logger.window(window_record(records, timing, position))
         self.window_start = time.perf_counter()
 
-    def _timing(self, wait_seconds: float, seconds: float, count: int) -> WindowTiming:
-        """Worst rank's data wait and memory: one slow loader holds everybody up."""
+    def _timing(self, waits: list[float], seconds: float, count: int) -> WindowTiming:
+        """Worst rank's data wait (with its stages) and memory: one slow loader holds everybody up."""
         gathered: list[Any] = [None] * self.groups.world_size
-        mine = (wait_seconds, peak_memory_gib(self.groups.device))
+        mine = (waits, peak_memory_gib(self.groups.device), self.run_parts.supply.metrics())
         dist.all_gather_object(gathered, mine, group=self.groups.host_group)
-        waits = [wait for wait, _ in gathered]
+        totals = [sum(rank_waits) for rank_waits, _, _ in gathered]
+        worst = totals.index(max(totals))
+        quantiles = [np.quantile(rank_waits or [0.0], [0.5, 0.99]) * 1e3 for rank_waits, _, _ in gathered]
         return WindowTiming(
             seconds=seconds,
-            data_wait_seconds=max(waits),
-            data_wait_rank=waits.index(max(waits)),
-            peak_memory_gib=max(peak for _, peak in gathered),
+            data_wait_seconds=totals[worst],
+            data_wait_rank=worst,
+            peak_memory_gib=max(peak for _, peak, _ in gathered),
             samples=count * self.global_batch_size,
+            data_wait_p50_ms=tuple(float(p50) for p50, _ in quantiles),
+            data_wait_p99_ms=tuple(float(p99) for _, p99 in quantiles),
+            data=gathered[worst][2],
         )
 
     def _message(self, lines: list[str]) -> None:

@@ -30,6 +30,7 @@ HARMLESS_FIELDS = frozenset(
         "training.train_iters",
         "training.exit_interval",
         "training.check_for_nan_in_loss_and_grad",
+        "optimizer.fused_adam",  # rounds differently, as other kernels do
         "family.num_inference_steps",
         "data.prompt_padding",  # moves no loss, and pipelines need one length; --max-prompt-length, which cuts, is compared
         "data.data_path",  # a moved dataset is the same one: the statistics' fingerprint and the order hash prove it
@@ -38,6 +39,10 @@ HARMLESS_FIELDS = frozenset(
         "data.video_backend",  # every backend delivers the same frame by index
         "data.video_decoder_cache_size",
         "data.data_cache_path",
+        "data.prefetch_shards",
+        "data.shard_cache_bytes",
+        "data.data_stall_timeout_seconds",
+        "data.augmentation_device",
         "data.statistics_path",  # statistics and tokenizer of a resume come from the checkpoint
         "data.tokenizer_model",
         "data.statistics_quantiles",

@@ -24,7 +24,6 @@ from make_fixture_dataset import CAMERAS, LENGTHS, make_dataset, motion, read_co
 
 from megatron_vla.config.data import DataConfig
 from megatron_vla.data.dataset import RawSample, RobotDataset, build_robot_dataset
-from megatron_vla.data.dataset_check import padded_share
 from megatron_vla.findings import CheckError
 
 HORIZON = 10
@@ -69,7 +68,7 @@ def test_action_windows_end_with_the_episode(fixture_dataset: Callable[..., Path
 def test_D06_padded_share_equals_brute_force(fixture_dataset: Callable[..., Path]) -> None:
     dataset = build(fixture_dataset())
     masks = np.stack([dataset.action_chunk(i)[1] for i in range(len(dataset))])
-    assert padded_share(dataset.table.length_E, HORIZON) == pytest.approx(1 - masks.mean())
+    assert dataset.steps.padded_share(dataset.table.length_E) == pytest.approx(1 - masks.mean())
     assert any("beyond the episode's end" in line for line in dataset.summary)
     long = build(fixture_dataset(), horizon=60)
     assert any(f.where == "--action-horizon" and "of all action steps" in f.what for f in long.findings)
@@ -275,12 +274,6 @@ def test_C04_instructions(fixture_dataset: Callable[..., Path]) -> None:
     kept = build(root, empty_instruction="keep")
     assert len(kept) == sum(LENGTHS) + 9
     assert kept[LENGTHS[0]].instruction == kept[len(kept) - 1].instruction == ""
-
-
-def test_S06_mixture_is_refused(fixture_dataset: Callable[..., Path]) -> None:
-    paths = (str(fixture_dataset()), str(fixture_dataset("wide_action")))
-    with pytest.raises(CheckError, match=r"--data-path: 2 datasets; mixtures need .* do not exist yet"):
-        build_robot_dataset(DataConfig(data_path=paths), HORIZON, CAMERAS)
 
 
 def test_V01_memory_of_decoders_is_predicted(fixture_dataset: Callable[..., Path]) -> None:

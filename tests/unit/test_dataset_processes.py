@@ -16,6 +16,7 @@ from make_fixture_dataset import CAMERAS, read_code
 from torch.utils.data import DataLoader
 
 from megatron_vla.config.data import DataConfig
+from megatron_vla.data.action_steps import ActionSteps
 from megatron_vla.data.dataset import RawSample, RobotDataset, build_robot_dataset
 from megatron_vla.data.episode_table import EpisodeTable, FileSet
 from megatron_vla.data.lerobot_columns import Columns
@@ -109,7 +110,7 @@ def synthetic(num_rows: int) -> RobotDataset:
         "task_index": np.zeros(num_rows, dtype=np.int64),
     }
     first_row_E = np.concatenate([[0], np.cumsum(length_E)])
-    options = {"state_key": "s", "action_key": "a", "cameras": (), "action_horizon": 8, "backend": "pyav", "cache_size": 1}
+    options = {"state_key": "s", "action_key": "a", "cameras": (), "steps": ActionSteps(8), "backend": "pyav", "cache_size": 1}
     return RobotDataset(table, Columns(values, first_row_E), **options)  # type: ignore[arg-type]
 
 

@@ -53,10 +53,19 @@ def test_record_holds_means_rates_and_every_step() -> None:
 def test_V08_hint_names_the_stage_and_the_flags() -> None:
     config = tiny_config()
     assert data_wait_hint(record(1, [1.0], wait=0.2), config) is None
-    hint = data_wait_hint({**record(1, [1.0], wait=0.21), "data_read_ms": 40.0, "data_transform_ms": 3.0}, config)
-    assert hint is not None
-    for part in ("rank 1", "read and decode at 40.0 ms", "--num-workers (now 0)", "--prefetch-factor"):
-        assert part in hint
+    advice = {
+        "read": "local disk",
+        "decode": "--data-access decode_once",
+        "transform": "--augmentation-device gpu",
+        "copy": "--prefetch-factor",
+    }
+    config = tiny_config("--augmentation", "openpi_torch")
+    for stage, flag in advice.items():
+        times = {f"data_{name}_ms": 40.0 if name == stage else 3.0 for name in advice}
+        hint = data_wait_hint({**record(1, [1.0], wait=0.21), **times}, config)
+        assert hint is not None
+        for part in ("rank 1", f"mostly {stage} at 40.0 ms", "--num-workers (now 0)", "--prefetch-factor", flag):
+            assert part in hint
 
 
 def test_resume_cuts_what_a_killed_run_wrote_beyond_the_checkpoint(tmp_path: Path) -> None:

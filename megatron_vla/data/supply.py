@@ -1,0 +1,248 @@
+"""DataSupply: the micro-batches of one run on one rank, by random access or out of shards that are decoded once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from megatron_vla.config.run import RunConfig
+from megatron_vla.data.augmentation import Augmentation
+from megatron_vla.data.batch import Batch
+from megatron_vla.data.image import check_image_range
+from megatron_vla.data.loader import (
+    DrawnSamples,
+    LoadedBatch,
+    PromptWidth,
+    SampleSource,
+    load_micro_batches,
+    loaded_batch,
+)
+from megatron_vla.data.prefetch import ShardStream, in_background
+from megatron_vla.data.sampler import GlobalOrder, MicroBatchSampler, SampleOrder
+from megatron_vla.data.shard_cache import SampleLayout
+from megatron_vla.data.shard_order import LaneSampler, ShardOrder
+from megatron_vla.data.watch import DataWatch, StageTimes, StatusBoard
+from megatron_vla.findings import CheckError, Finding, error
+from megatron_vla.parallel.failure import end_all_ranks
+from megatron_vla.parallel.groups import world_size_from_environment
+
+if TYPE_CHECKING:
+    from megatron_vla.data.mixture_data import MixturePreprocessor
+    from megatron_vla.data.preprocess import Preprocessor
+
+
+class DataSupply:
+    """Micro-batches of one run, in an order that depends on the seed only.
+
+    num_samples per epoch; preprocessor (None for mock data); order_hash; findings (the warnings); expected_padded_fraction:
+    share of action steps beyond their episode's end that lengths and horizon imply. `order`: not the plain one; a ShardOrder
+    decodes once. `views`: names of all image slots.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        source: SampleSource,
+        num_samples: int,
+        preprocessor: Preprocessor | MixturePreprocessor | None,
+        findings: list[Finding],
+        expected_padded_fraction: float,
+        order: SampleOrder | None = None,
+        views: tuple[str, ...] = (),
+    ) -> None:
+        self.config = config
+        self.source = source
+        self.num_samples = num_samples
+        self.preprocessor = preprocessor
+        self.findings = findings
+        self.expected_padded_fraction = expected_padded_fraction
+        self.order: SampleOrder = order or GlobalOrder(num_samples, config.training.seed, config.data.shuffle)
+        # Printed, stored in checkpoints, compared at resume.
+        self.order_hash = self.order.order_hash()
+        data, family, seed = config.data, config.family, config.training.seed
+        self.board = StatusBoard(data.num_workers)
+        source.use_board(self.board)
+        self.augmentation: Augmentation | None = None
+        if data.augmentation != "none":
+            self.augmentation = Augmentation(data.augmentation, seed, family.image_size, views)
+        self._samples = DrawnSamples(
+            source,
+            seed,
+            family.action_horizon,
+            family.max_action_dim,
+            self.augmentation,
+            augment_here=data.augmentation_device == "cpu",
+            board=self.board,
+        )
+        self._watch = DataWatch(self.board, source.where, data.data_stall_timeout_seconds)
+        self._width = PromptWidth(data.prompt_padding, data.prompt_bucket_size)
+        self._open: list[Iterator[Batch]] = []
+
+    def prefetch_line(self) -> str:
+        """The bound on samples that wait in host memory, for the log. Raises CheckError when it is above the limit."""
+        data, size = self.config.data, self.config.training.micro_batch_size
+        arrays = self._samples[0, 0][0]
+        mebibytes = size * sum(np.asarray(array).nbytes for array in arrays.values()) / 2**20
+        if isinstance(self.order, ShardOrder):
+            return self._shard_line(self.order, SampleLayout.of(arrays))
+        waiting = data.num_workers * data.prefetch_factor
+        return (
+            f"prefetch: at most {data.num_workers} workers x {data.prefetch_factor} micro-batches x {mebibytes:.1f} MiB = "
+            f"{waiting * mebibytes / 1024:.2f} GiB of host memory per rank (--num-workers, --prefetch-factor)"
+        )
+
+    def _shard_line(self, order: ShardOrder, layout: SampleLayout) -> str:
+        data, ranks = self.config.data, self.config.data_parallel_size(world_size_from_environment())
+        sampler = self.sampler(0, 0, ranks, 1)
+        assert isinstance(sampler, LaneSampler)
+        largest = int(order.table.count_K.max())
+        slot_bytes = layout.slot_bytes(largest)
+        needed = (sampler.num_open_pieces + data.prefetch_shards) * slot_bytes
+        line = (
+            f"decode once: {order.table.num_shards} shards of up to {largest} samples; at most "
+            f"({sampler.num_open_pieces} open + {data.prefetch_shards} ahead) x {slot_bytes / 2**20:.1f} MiB = "
+            f"{needed / 2**30:.2f} GiB of host memory per rank "
+            f"(--decode-lanes over {ranks} data-parallel rank(s), --prefetch-shards, --shard-bytes)"
+        )
+        if ranks > 1 and not sampler.is_even:
+            line += (
+                f"\nhint: --decode-lanes {order.num_lanes} is no multiple of {ranks} ranks, or --global-batch-size no multiple "
+                "of the lanes: ranks share shards and decode them more than once"
+            )
+        if needed > data.shard_cache_bytes:
+            smaller = max(1, data.shard_bytes * data.shard_cache_bytes // needed)
+            what = f"{line.partition(' (')[0]}... needs {needed} bytes, {data.shard_cache_bytes} are allowed"
+            fix = f"use --shard-cache-bytes {needed} or more, --shard-bytes {smaller}, or fewer --decode-lanes"
+            raise CheckError([error("--shard-cache-bytes", what, fix)])
+        return line
+
+    def sampler(
+        self, consumed_samples: int, data_parallel_rank: int, data_parallel_size: int, num_iterations: int
+    ) -> MicroBatchSampler:
+        """Sample numbers of one rank from `consumed_samples` on."""
+        micro_batch_size = self.config.training.micro_batch_size
+        global_batch_size = self.config.training.global_batch_size or micro_batch_size * data_parallel_size
+        kind: type[Any] = LaneSampler if isinstance(self.order, ShardOrder) else MicroBatchSampler
+        sampler: MicroBatchSampler = kind(
+            self.order,
+            consumed_samples,
+            micro_batch_size,
+            global_batch_size,
+            data_parallel_rank,
+            data_parallel_size,
+            num_iterations,
+        )
+        return sampler
+
+    def iterator(
+        self,
+        consumed_samples: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        num_iterations: int,
+        device_is_cuda: bool,
+    ) -> Iterator[Batch]:
+        """Micro-batches of `num_iterations` steps, in order, on the CPU (pinned when `device_is_cuda`).
+
+        With --augmentation-device gpu the images are on the training device, augmented. Raises SampleError when a sample cannot
+        be made, DataStallError and DataWorkerError when it does not come, ValueError when the first batch's images are out of
+        range.
+        """
+        sampler = self.sampler(consumed_samples, data_parallel_rank, data_parallel_size, num_iterations)
+        num_workers = min(self.config.data.num_workers, len(sampler))
+        # One step (a repeated one, to find what was not finite) is not worth decoding whole shards; the samples are the same.
+        if isinstance(sampler, LaneSampler) and num_iterations > 1:
+            loaded = self._from_shards(sampler, num_workers, device_is_cuda)
+        else:
+            loaded = self._by_random_access(sampler, num_workers, device_is_cuda)
+        # Kept to be closed: workers must not outlive the run.
+        batches = self._finished(loaded, device_is_cuda)
+        self._open.append(batches)
+        return batches
+
+    def first_batch(self, consumed_samples: int = 0, data_parallel_rank: int = 0, data_parallel_size: int = 1) -> Batch:
+        """The first micro-batch, loaded in this process: what `iterator` with the same arguments yields first."""
+        # In this process and by random access: an error here has a readable traceback, and no shard is decoded for it.
+        sampler = self.sampler(consumed_samples, data_parallel_rank, data_parallel_size, 1)
+        return next(self._finished(self._by_random_access(sampler, 0, False), False))
+
+    def _by_random_access(self, sampler: MicroBatchSampler, num_workers: int, pin_memory: bool) -> Iterator[LoadedBatch]:
+        batches = load_micro_batches(
+            self._samples,
+            sampler,
+            num_workers=num_workers,
+            prefetch_factor=self.config.data.prefetch_factor,
+            width=self._width,
+            pin_memory=pin_memory,
+            watch=self._watch,
+        )
+        return batches if num_workers else self._watched(batches)
+
+    def _from_shards(self, sampler: LaneSampler, num_workers: int, pin_memory: bool) -> Iterator[LoadedBatch]:
+        layout = SampleLayout.of(self._samples[0, 0][0])
+        stream = ShardStream(self._samples, sampler, layout, num_workers, self.config.data.prefetch_shards, self._watch)
+        assembled = self._assembled(stream, pin_memory)
+        try:
+            if stream.num_workers:
+                device = torch.cuda.current_device() if pin_memory else None
+                yield from in_background(assembled, self.config.data.prefetch_factor, device)
+            else:
+                yield from self._watched(assembled)
+        finally:
+            stream.close()
+
+    def _assembled(self, stream: ShardStream, pin_memory: bool) -> Iterator[LoadedBatch]:
+        for tensors, times in stream:
+            started = time.perf_counter()
+            loaded = loaded_batch(tensors, times, self._width)
+            loaded = loaded.pin_memory() if pin_memory else loaded
+            loaded.times.copy_seconds += time.perf_counter() - started
+            yield loaded
+
+    def _watched(self, batches: Iterator[LoadedBatch]) -> Iterator[LoadedBatch]:
+        """Loading in this process, with a thread that ends the run when it takes too long."""
+        with self._watch.ends_stalled_loading(end_all_ranks) as load:
+            while True:
+                load(True)
+                loaded = next(batches, None)
+                load(False)
+                if loaded is None:
+                    return
+                yield loaded
+
+    def _finished(self, batches: Iterator[LoadedBatch], on_cuda: bool) -> Iterator[Batch]:
+        """The last steps in the training process: costs, augmentation on the device, the one range check."""
+        for number, loaded in enumerate(batches):
+            self._watch.add(loaded.times)
+            batch = loaded.batch
+            # The one range check: every later batch comes from the same code.
+            if number == 0:
+                check_image_range(batch.images_BVCHW)
+            if loaded.augmentation_BVP is not None:
+                assert self.augmentation is not None
+                device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+                images = batch.images_BVCHW.to(device, non_blocking=True)
+                parameters = loaded.augmentation_BVP.to(device, non_blocking=True)
+                batch.images_BVCHW = self.augmentation.apply(images, parameters)
+            yield batch
+
+    def metrics(self) -> dict[str, float]:
+        """Since the last call.
+
+        Milliseconds of worker time per sample by stage, cut prompts, decoded frames per sample, memory of the workers in GiB.
+        """
+        return self._watch.metrics()
+
+    def take_times(self) -> StageTimes:
+        """The sums behind `metrics`, since the last call of either."""
+        return self._watch.take_times()
+
+    def close(self) -> None:
+        """Stop the workers."""
+        for batches in self._open:
+            batches.close()  # type: ignore[attr-defined]
+        self._open.clear()
