@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ def make_dataset(root: Path, codec: Any, gop: int, episodes: int, frames: int) -
         writer.add_episode(columns, images, tasks[episode % 10])
     writer.finalize()
     words = ["--data-path", str(root), "--output", str(root.parent / "tokenizer.model"), "--vocab-size", "400"]
-    subprocess.run([sys.executable, str(ROOT / "tools/train_tokenizer.py"), *words], check=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, str(ROOT / "tools/train_tokenizer.py"), *words], check=True, env=environment)
 
 
 class LeRobotPattern:
@@ -143,13 +145,14 @@ def measure(variant: str, root: Path, num_samples: int) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     run = _lerobot(variant, root) if variant.startswith("lerobot") else _ours(variant, root)
-    next(run)  # imports and start-up checks are not what is measured
+    total = next(run)[0]  # imports and start-up checks are not what is measured
     idle_mib = _resident_mib()
     cpu, wall, done, early_mib = time.process_time(), time.perf_counter(), 0, None
     figures: dict[str, Any] = {}
     for taken, latest in run:
         done, figures = done + taken, latest
-        if early_mib is None and done >= num_samples // 2:
+        # Memory fills until every slot was used once, which half an epoch sees to.
+        if early_mib is None and done >= (num_samples if variant != "decode_once" else total) // 2:
             early_mib = _resident_mib()
         if variant != "decode_once" and done >= num_samples:
             break
@@ -172,12 +175,13 @@ def _resident_mib() -> float:
 
 
 def _lerobot(variant: str, root: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """First (samples in the dataset, {}), then (samples of a batch, figures so far)."""
     from torch.utils.data import default_collate
 
     pattern = LeRobotPattern(root, variant.rsplit("_", 1)[1])
     total = int(pattern.first_row_E[-1])
     order = np.random.default_rng(0).permutation(total)
-    yield 0, {}
+    yield total, {}
     for start in range(0, total, MICRO_BATCH):
         default_collate([pattern[int(index)] for index in order[start : start + MICRO_BATCH]])
         per_epoch = pattern.num_decodes / (start + MICRO_BATCH) * total
@@ -185,6 +189,7 @@ def _lerobot(variant: str, root: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _ours(variant: str, root: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """As `_lerobot`."""
     from megatron_vla.config.run import parse_args
     from megatron_vla.data.build import build_data
     from megatron_vla.models.registry import model_family
@@ -207,7 +212,7 @@ def _ours(variant: str, root: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     steps = supply.num_samples // MICRO_BATCH
     visits = frames = samples = 0.0
     supply.take_times()
-    yield 0, {}
+    yield supply.num_samples, {}
     for batch in supply.iterator(0, 0, 1, steps, False):
         times = supply.take_times()
         visits, frames, samples = visits + times.num_visits, frames + times.num_decoded_frames, samples + batch.size
@@ -266,9 +271,6 @@ def _measured(root: Path, codec: str, gop: int, arguments: argparse.Namespace) -
 
 
 def _write(arguments: argparse.Namespace, results: list[dict[str, Any]]) -> None:
-    import av
-    import torch
-
     if arguments.output is None:
         return
     content = {
@@ -277,7 +279,7 @@ def _write(arguments: argparse.Namespace, results: list[dict[str, Any]]) -> None
         "machine": f"{os.cpu_count()}-core CPU, {platform.machine()}, one thread per variant",
         "load_average_at_end": round(os.getloadavg()[0], 1),
         "date": datetime.date.today().isoformat(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "av": av.__version__},
+        "versions": {name: version(name) for name in ("torch", "av", "torchcodec")} | {"python": platform.python_version()},
         "command": "python tools/benchmark_data.py " + " ".join(sys.argv[1:]),
         "workload": {
             "episodes": arguments.episodes,

@@ -120,7 +120,7 @@ class ShardTable:
 
 
 def build_shards(first_sample_E: np.ndarray, bytes_per_sample: int, shard_bytes: int, in_storage_order: bool) -> ShardTable:
-    """Group episodes into shards of about equal decoded bytes, at most about `shard_bytes` each.
+    """Group episodes into shards of about equal decoded bytes, at most `shard_bytes` each unless `in_storage_order`.
 
     An episode that is larger than a shard is cut into runs of about equal length. `in_storage_order` keeps neighbours together
     (for --no-shuffle); else each episode goes to the lightest shard, so that neighbours (often one task) are spread.
@@ -135,7 +135,12 @@ def build_shards(first_sample_E: np.ndarray, bytes_per_sample: int, shard_bytes:
     high_R = count_E[episode_R] * (piece_R + 1) // pieces_E[episode_R]
     first_R, count_R = first_sample_E[:-1][episode_R] + low_R, high_R - low_R
     num_shards = max(1, -(-int(count_R.sum()) // samples_per_shard))
-    shard_R = _contiguous(count_R, num_shards) if in_storage_order else _balanced(count_R, num_shards)
+    group = _contiguous if in_storage_order else _balanced
+    shard_R = group(count_R, num_shards)
+    # Whole episodes rarely fill shards to the brim; memory is taken for the largest, so more and smaller ones cost less.
+    while not in_storage_order and np.bincount(shard_R, count_R).max(initial=0) > samples_per_shard:
+        num_shards += max(1, num_shards // 10)
+        shard_R = group(count_R, num_shards)
     place = np.argsort(shard_R, kind="stable")
     shards, runs_K = np.unique(shard_R[place], return_counts=True)
     first_run_K = np.concatenate([[0], np.cumsum(runs_K)])

@@ -52,7 +52,9 @@ def test_shards_hold_every_sample_once_and_are_balanced(in_storage_order: bool) 
     if in_storage_order:
         assert np.concatenate(samples).tolist() == list(range(TOTAL))
     else:
-        assert shards.count_K.max() <= 1.15 * TOTAL / shards.num_shards
+        assert shards.count_K.max() <= min(60, 1.3 * TOTAL / shards.num_shards)
+        alike = build_shards(300 * np.arange(51), 100, 34_100, False)
+        assert alike.count_K.tolist() == [300] * 50  # 44 shards would fit the sum, and the largest would hold 600
     # An episode that is larger than a shard is cut into runs, none of which is larger.
     tiny = table(7)
     assert tiny.count_R.max() <= 7 and sorted(tiny.count_R.tolist()) != sorted(LENGTHS.tolist())
@@ -144,4 +146,4 @@ def test_S03_order_is_pinned_and_ignores_global_random_state() -> None:
 
 
 # A changed order breaks the resume of every checkpoint: change it knowingly.
-PINNED = [553, 417, 480, 627, 546, 418]
+PINNED = [32, 421, 488, 615, 232, 415]
