@@ -111,6 +111,8 @@ def test_two_stages_fp32_stay_equal_for_ten_steps(pool: WorkerPool, alone: dict[
         (*PP2, "--micro-batch-size", "1", "--global-batch-size", "4"),
         (*INTERLEAVED, "--micro-batch-size", "1", "--global-batch-size", "4", "--overlap-grad-reduce"),
         ("--pipeline-model-parallel-size", "4", *FOUR_PASSES),
+        ("--tensor-model-parallel-size", "2", "--micro-batch-size", "1", "--global-batch-size", "4"),
+        ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--micro-batch-size", "1", "--global-batch-size", "4"),
         (*PP2, "--tensor-model-parallel-size", "2", *FOUR_PASSES),
         (*PP2, "--tensor-model-parallel-size", "2", "--sequence-parallel", *FOUR_PASSES),
         (*INTERLEAVED, "--tensor-model-parallel-size", "2", "--sequence-parallel", *FOUR_PASSES),
