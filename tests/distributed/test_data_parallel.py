@@ -95,7 +95,8 @@ def test_S03_random_numbers_burnt_on_one_rank_change_nothing(tmp_path: Path, poo
 
 
 def test_P01_slow_data_build_on_one_rank_is_no_timeout(tmp_path: Path, pool: WorkerPool, reference: Any) -> None:
-    short = ("--distributed-timeout-minutes", "0.02")  # 1.2 s; the build takes 2.5 s longer on rank 0
+    # 1.2 s; the build takes 2.5 s longer on rank 0. A data stall has to be noticed before the collective times out.
+    short = ("--distributed-timeout-minutes", "0.02", "--data-stall-timeout-seconds", "1")
     outcomes = pool.run("train_with_a_slow_data_build", flags(tmp_path, "--micro-batch-size", "2", *short))
     assert_same(tmp_path, [o.value for o in outcomes], reference)
 
