@@ -162,7 +162,7 @@ def test_resume_is_exact_anywhere_and_with_another_world_size(folder: Path, cons
 
 def test_random_sleeps_in_workers_change_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inline = batches_of(supply_of(folder, "--prefetch-shards", "0"), 40)
-    delay_decoding(monkeypatch, lambda episode: time.sleep(random.Random(os.getpid() + episode).random() * 0.05))
+    delay_decoding(monkeypatch, lambda episode: time.sleep(random.Random(os.getpid() + episode).random() * 0.02))
     for ahead in ("1", "5"):
         slow = batches_of(supply_of(folder, "--num-workers", "3", "--prefetch-shards", ahead), 40)
         assert_equal(inline, slow)
