@@ -93,3 +93,4 @@ class WorkerPool:
             process.join(timeout=10)
             if process.is_alive():
                 process.kill()
+                process.join()
