@@ -64,6 +64,14 @@ def assert_equal(first: dict[Any, Any], second: dict[Any, Any]) -> None:
             assert torch.equal(tensor, second[key][name]), (key, name)
 
 
+@pytest.fixture(autouse=True)
+def leaves_no_worker() -> Iterator[None]:
+    """Every worker that a test starts is gone when it ends (processes of other test modules may still be there)."""
+    others = set(multiprocessing.active_children())
+    yield
+    assert not set(multiprocessing.active_children()) - others
+
+
 def test_S02_ranks_workers_and_micro_batches_give_the_same_samples(folder: Path) -> None:
     flags = ("--prompt-padding", "max", "--global-batch-size", "8")
     reference = by_sample(supply_of(folder, *flags, "--micro-batch-size", "8").iterator(0, 0, 1, 10, False))
@@ -160,7 +168,6 @@ def test_prompt_trimming_keeps_every_valid_token(folder: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_bad_sample_ends_the_run_and_is_named(folder: Path, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    others = set(multiprocessing.active_children())
     supply = supply_of(folder, "--no-shuffle", "--num-workers", str(workers))
     dataset_type = type(supply.source.dataset)  # type: ignore[attr-defined]
     read = dataset_type.__getitem__
@@ -173,7 +180,6 @@ def test_a_bad_sample_ends_the_run_and_is_named(folder: Path, workers: int, monk
     monkeypatch.setattr(dataset_type, "__getitem__", broken)
     with pytest.raises(SampleError, match=r"sample 10 \(episode 1, frame 1, .*parquet\): OSError: camera file is cut off"):
         list(supply.iterator(0, 0, 1, 5, False))
-    assert not set(multiprocessing.active_children()) - others
 
 
 def test_samples_can_be_pickled_for_spawned_workers(folder: Path) -> None:
@@ -201,14 +207,12 @@ def test_idle_samples_are_left_out_and_counted(tmp_path: Path) -> None:
 
 
 def test_early_close_stops_the_workers(folder: Path) -> None:
-    others = set(multiprocessing.active_children())
     supply = supply_of(folder, "--num-workers", "2")
     batches = supply.iterator(0, 0, 1, 1000, False)
     next(batches)
     supply.close()
     with pytest.raises(StopIteration):
         next(batches)
-    assert not set(multiprocessing.active_children()) - others
 
 
 def test_metrics_name_the_stages(folder: Path) -> None:
