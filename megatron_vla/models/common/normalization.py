@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron_vla.models.common.precision import dtype_of
 from megatron_vla.parallel.linear import replicated_linear
 from megatron_vla.parallel.sequence_parallel import RowOwners
 
@@ -95,7 +96,7 @@ class AdaptiveLayerNorm(nn.Module):
 
     def forward(self, hidden_BSH: Tensor, condition_BC: Tensor, owners: RowOwners | None = None) -> Tensor:
         """LN(hidden) * (1 + scale) + shift in the dtype of `hidden_BSH`; with `owners` hidden are this rank's rows [R, H]."""
-        modulation_BM = self.dense(condition_BC.to(self.dense.weight.dtype))
+        modulation_BM = self.dense(condition_BC.to(dtype_of(self.dense)))
         modulation_B1M = modulation_BM.unsqueeze(1) if owners is None else owners.per_row(modulation_BM)
         first_B1H, second_B1H = modulation_B1M.chunk(2, dim=-1)
         scale_B1H, shift_B1H = (second_B1H, first_B1H) if self.shift_first else (first_B1H, second_B1H)

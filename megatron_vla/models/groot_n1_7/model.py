@@ -22,6 +22,7 @@ from megatron_vla.models.common.decoder_layer import KeyValue
 from megatron_vla.models.common.embodiment import EmbodimentActionEncoder, EmbodimentGroups, EmbodimentMlp
 from megatron_vla.models.common.flow_matching import integer_time_code, interpolate
 from megatron_vla.models.common.normalization import AdaptiveLayerNorm, LayerNorm, RMSNorm
+from megatron_vla.models.common.precision import dtype_of
 from megatron_vla.models.groot_n1_7.batch import GrootN17Batch
 from megatron_vla.models.groot_n1_7.config import TIME_CODE_WIDTH, GrootN17Config
 from megatron_vla.models.groot_n1_7.head_layers import HEAD_NORM_EPSILON, OUTPUT_NORM_EPSILON, DitBlock, VisionLanguageLayer
@@ -112,7 +113,7 @@ class GrootN17Model(nn.Module):
     @property
     def stream_dtype(self) -> torch.dtype:
         """Dtype of the action head's residual streams."""
-        return self.output_proj.weight.dtype
+        return dtype_of(self.output_proj)
 
     def forward(self, batch: GrootN17Batch) -> Tensor:
         """Squared velocity errors [B, T, A], unmasked; `flow_matching.masked_loss` reduces them."""
@@ -222,7 +223,7 @@ class GrootN17Model(nn.Module):
 
     def condition(self, step_B: Tensor) -> Tensor:
         """SiLU of the time embedding [B, E]: what every adaptive norm reads."""
-        dtype = self.time_mlp_in.weight.dtype
+        dtype = dtype_of(self.time_mlp_in)
         code_BE = integer_time_code(step_B, TIME_CODE_WIDTH, TIME_CODE_WIDTH // 2 - 1, dtype, cosines_first=True)
         return F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(code_BE))))
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megatron_vla.models.common.attention import AttentionBackend, attend, causal_mask
 from megatron_vla.models.common.decoder_layer import AttentionProjections, GatedMlp
 from megatron_vla.models.common.normalization import RMSNorm
+from megatron_vla.models.common.precision import dtype_of
 from megatron_vla.models.common.rotary import RotaryTable, sectioned_rotary_table
 from megatron_vla.models.groot_n1_7.batch import GrootN17Batch
 from megatron_vla.models.groot_n1_7.config import GrootN17Config
@@ -51,7 +52,7 @@ class TextLayer(nn.Module):
     def forward(self, hidden_BSH: Tensor, plan: TextPlan) -> Tensor:
         """Residual stream -> residual stream, in the dtype of this layer's matrices."""
         # A trained layer above frozen ones may have another dtype.
-        hidden_BSH = hidden_BSH.to(self.mlp.down_proj.weight.dtype)
+        hidden_BSH = hidden_BSH.to(dtype_of(self.mlp.down_proj))
         tokens_BSH = self.attention.tokens(self.input_norm(hidden_BSH), plan.rotary)
         query = self.attention.query(tokens_BSH, plan.rotary)
         attended_BSH = attend(
