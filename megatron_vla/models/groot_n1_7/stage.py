@@ -85,7 +85,10 @@ class Flow:
 
 
 class _Padding(torch.autograd.Function):
-    """`size` zeros, whose gradient is zeros for `received`: a frozen stage would have none to send back."""
+    """`size` zeros, whose gradient is zeros for `received`.
+
+    A stage whose frozen layers read all that it received would have no gradient to send back, and the sender waits for one.
+    """
 
     @staticmethod
     def forward(ctx: Any, received: Tensor, size: int) -> Tensor:
@@ -170,7 +173,11 @@ class GrootN17Stage(GrootN17Model, PartialModel):
                 return self._packed(flow, batch, chunk.end_layer, received_N11)
             tokens, condition = flow.streams["tokens"], flow.streams["condition"]
             velocity_BTA = self.read_out(batch, tokens, condition, self._num_tokens(batch), self._owners(batch))
-        return self.squared_errors(batch, velocity_BTA)
+        elements_BTA = self.squared_errors(batch, velocity_BTA)
+        if received_N11 is None:
+            return elements_BTA
+        # Squares are not negative, so adding zero changes no bit.
+        return elements_BTA + _Padding.apply(received_N11, 1).view(()).to(elements_BTA.dtype)
 
     def _vision_layers(self, flow: Flow, batch: GrootN17Batch, layers: range) -> None:
         if not layers:
@@ -267,7 +274,7 @@ class GrootN17Stage(GrootN17Model, PartialModel):
         return torch.promote_types(self._dtypes["interface"], torch.float32)
 
     def boundary_numel(self, batch: GrootN17Batch) -> int:  # type: ignore[override]
-        """Elements of the tensor between stages for a micro-batch of these shapes (reads no values): more than any cut needs."""
+        """Elements of the tensor between stages for a micro-batch of these shapes (reads no values), for the largest cut."""
         return 1 + max(
             sum(math.prod(shape) for shapes in self._contents(batch, cut) for shape in shapes.values()) for cut in self._cuts
         )
