@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the golden cases' reader
 
-from groot_fixtures import CASE_NAMES, golden_batch, golden_case, golden_model, gradients, our_parts
+from groot_model_fixtures import CASE_NAMES, golden_batch, golden_case, golden_model, gradients, our_parts
 from pi05_fixtures import relative_difference
 
 from megatron_vla.models.groot_n1_7.sampling import sample_actions
