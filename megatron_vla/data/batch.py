@@ -8,14 +8,31 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 
 @dataclass
-class Batch:
+class NamedTensors:
+    """What every family's micro-batch can do; its fields are tensors whose first axis need not be the sample."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Field name -> tensor."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def to(self, device: torch.device, non_blocking: bool = True) -> Self:
+        """Copy to `device`; dtypes stay (the model casts)."""
+        return type(self)(**{k: v.to(device, non_blocking=non_blocking) for k, v in self.tensors().items()})
+
+    def pin_memory(self) -> Self:
+        """Called by torch's DataLoader when pinning is on."""
+        return type(self)(**{k: v.pin_memory() for k, v in self.tensors().items()})
+
+
+@dataclass
+class Batch(NamedTensors):
     """One micro-batch.
 
     images_BVCHW: uint8 in [0, 255] or float in [-1, 1]; an absent view is black (-1).
@@ -40,18 +57,6 @@ class Batch:
     state_BD: Tensor
     sample_index_B: Tensor
     epoch_B: Tensor
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Field name -> tensor."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-
-    def to(self, device: torch.device, non_blocking: bool = True) -> Batch:
-        """Copy to `device`; dtypes stay (the model casts)."""
-        return Batch(**{k: v.to(device, non_blocking=non_blocking) for k, v in self.tensors().items()})
-
-    def pin_memory(self) -> Batch:
-        """Called by torch's DataLoader when pinning is on."""
-        return Batch(**{k: v.pin_memory() for k, v in self.tensors().items()})
 
     @property
     def size(self) -> int:
