@@ -3,9 +3,9 @@
 All index tensors are made on the host (metadata.py), so nothing is read back from the device, and all shapes follow from the
 images' grids, the padded length and the two capacities of the embodiment groups.
 
-Shape legend: B samples, S padded tokens, P patches of all images, C values of a patch, I images, Q patches of the largest image,
-M image tokens of all samples, K image tokens of one sample, L other token slots of one sample, H state history, D state
-dimensions, T action horizon, A action dimensions, G embodiment groups, N samples of one group.
+Shape legend: B samples, S padded tokens, P patches of all images, C values of a patch, I images, Q patches of the largest
+image, M image tokens of all samples, K image tokens of one sample, L other token slots of one sample, H state history, D
+state dimensions, T action horizon, A action dimensions, G embodiment groups, N samples of one group.
 """
 
 from __future__ import annotations

@@ -179,8 +179,8 @@ class GrootN17Config:
     """Frozen backbone modules: rounded to bf16 once (what autocast does in every step), or kept in the model's own dtype."""
 
     autocast_bf16: bool = False
-    """Released recipe: fp32 parameters, matrix products of trained modules in bf16 by autocast. --bf16 keeps bf16 parameters with
-    fp32 main parameters instead, which needs less memory and fewer casts."""
+    """Released recipe: fp32 parameters, matrix products of trained modules in bf16 by autocast. --bf16 keeps bf16 parameters
+    with fp32 main parameters instead, which needs less memory and fewer casts."""
 
     @property
     def dit_hidden_size(self) -> int:
