@@ -49,6 +49,9 @@ class DataConfig:
     mock_prompt_length: int = 60
     """Valid prompt tokens of a mock sample."""
 
+    mock_num_embodiments: int = 1
+    """Embodiments of the mock dataset, in turn (families with per-embodiment weights)."""
+
     camera_map: tuple[str, ...] = ()
     """VIEW=DATASET_KEY pairs, for example base=observation.images.top; the order is the order of the model's views. In a
     mixture NAME:VIEW=DATASET_KEY holds for one dataset; views that it does not map are empty, masked slots there."""

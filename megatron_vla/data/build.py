@@ -16,7 +16,6 @@ from megatron_vla.config.run import RunConfig
 from megatron_vla.data.loader import RobotSource
 from megatron_vla.data.locator import LocatorIndex, build_shards
 from megatron_vla.data.mixture import MixtureOrder, MixtureSource, dataset_order
-from megatron_vla.data.mock import MockSource
 from megatron_vla.data.shard_order import ShardOrder
 from megatron_vla.data.supply import DataSupply
 from megatron_vla.findings import CheckError, error, raise_errors
@@ -24,12 +23,13 @@ from megatron_vla.findings import CheckError, error, raise_errors
 if TYPE_CHECKING:
     from megatron_vla.data.dataset import RobotDataset
     from megatron_vla.data.robot_data import PreparedData
+    from megatron_vla.models.registry import SampleRules
 
 
 def build_data(config: RunConfig, family: Any) -> DataSupply:
     """Check the data and build its supply. Raises CheckError with everything that is wrong; prints on rank 0 only."""
     if config.data.mock_data:
-        return _build_mock(config)
+        return _build_mock(config, family.samples)
     # Only here: mock data must run where no video library is installed.
     from megatron_vla.data.robot_data import prepare_robot_data
 
@@ -37,7 +37,7 @@ def build_data(config: RunConfig, family: Any) -> DataSupply:
     parts, findings = dataset_parts(config.data)
     raise_errors(findings)
     if len(parts) > 1:
-        return _build_mixture(config, parts, "state_BD" in family.batch_fields, quiet)
+        return _build_mixture(config, parts, family, quiet)
     if parts:
         # Names and per-dataset forms of the flags mean something with one dataset too.
         config = dataclasses.replace(config, data=parts[0].data)
@@ -55,6 +55,7 @@ def build_data(config: RunConfig, family: Any) -> DataSupply:
         prepared.expected_padded_fraction,
         order,
         tuple(prepared.preprocessor.settings.camera_map.slot_names()),
+        rules=family.samples,
     )
     if not quiet:
         # The line decodes a sample, so a dataset that cannot be read ends here and not in a worker.
@@ -76,10 +77,10 @@ def _shard_order(config: RunConfig, dataset: RobotDataset, locators: LocatorInde
     return ShardOrder(shards, config.training.seed, data.shuffle, data.decode_lanes if data.shuffle else 1)
 
 
-def _build_mixture(config: RunConfig, parts: list[DatasetPart], state_is_model_input: bool, quiet: bool) -> DataSupply:
+def _build_mixture(config: RunConfig, parts: list[DatasetPart], family: Any, quiet: bool) -> DataSupply:
     from megatron_vla.data.mixture_data import prepare_mixture
 
-    prepared = prepare_mixture(config, parts, state_is_model_input)
+    prepared = prepare_mixture(config, parts, "state_BD" in family.batch_fields)
     sizes = [data.num_samples for data in prepared.parts]
     sources = [RobotSource(data.dataset, data.preprocessor, data.rows) for data in prepared.parts]
     seed, shuffle = config.training.seed, config.data.shuffle
@@ -96,33 +97,16 @@ def _build_mixture(config: RunConfig, parts: list[DatasetPart], state_is_model_i
         prepared.expected_padded_fraction,
         MixtureOrder(orders, prepared.quota_M, seed, shuffle),
         tuple(prepared.parts[0].preprocessor.settings.camera_map.slot_names()),
+        rules=family.samples,
     )
     if not quiet:
         print("\n".join([*prepared.summary, supply.prefetch_line()]), flush=True)
     return supply
 
 
-def _build_mock(config: RunConfig) -> DataSupply:
-    data, model = config.data, config.family
-    num_cameras = data.mock_num_cameras
-    num_images = num_cameras if data.num_images is None else data.num_images
-    if num_images < num_cameras:
-        what = f"{num_images} is fewer than the {num_cameras} cameras of --mock-num-cameras"
-        raise CheckError([error("--num-images", what, f"use --num-images {num_cameras} or more")])
-    source = MockSource(
-        num_samples=data.mock_num_samples,
-        num_cameras=num_cameras,
-        num_images=num_images,
-        image_size=model.image_size,
-        prompt_length=min(data.mock_prompt_length, model.max_prompt_length),
-        max_prompt_length=model.max_prompt_length,
-        vocab_size=model.vocab_size,
-        action_horizon=model.action_horizon,
-        max_action_dim=model.max_action_dim,
-        action_loss=model.action_loss,
-        seed=config.training.seed,
-    )
+def _build_mock(config: RunConfig, rules: SampleRules) -> DataSupply:
+    data = config.data
     if data.data_access != "random":
         raise CheckError([error("--data-access", "mock data has no episodes to decode", "use --data-access random")])
-    views = tuple(f"view_{i}" for i in range(num_images))
-    return DataSupply(config, source, data.mock_num_samples, None, [], 0.0, views=views)
+    source, views = rules.build_mock_source(config)
+    return DataSupply(config, source, data.mock_num_samples, None, [], 0.0, views=views, rules=rules)

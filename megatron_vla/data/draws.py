@@ -10,6 +10,7 @@ Shape legend: T action horizon, A padded action dimensions, V views, P augmentat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -43,6 +44,12 @@ def flow_draws(seed: int, epoch: int, sample_index: int, horizon: int, dim: int)
     # A stream of its own, so that another horizon does not change the times.
     uniform = sample_generator(seed, TIME_STREAM, epoch, sample_index).random()
     return noise_TA, np.float32(0.999 * uniform ** (2.0 / 3.0) + 0.001)
+
+
+def flow_draw_fields(family: Any, seed: int, epoch: int, sample_index: int) -> dict[str, Any]:
+    """`flow_draws` for a family's horizon and action width, as the fields of Batch."""
+    noise_TA, time_value = flow_draws(seed, epoch, sample_index, family.action_horizon, family.max_action_dim)
+    return {"noise_BTA": noise_TA, "time_B": time_value}
 
 
 def crop_side(size: int) -> int:

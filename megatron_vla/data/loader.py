@@ -6,7 +6,7 @@ Shape legend: as data/batch.py; M samples of a piece.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from megatron_vla.data.augmentation import Augmentation
-from megatron_vla.data.batch import Batch, collate_tensors
-from megatron_vla.data.draws import flow_draws
+from megatron_vla.data.batch import Batch, TensorFields, collate_tensors
 from megatron_vla.data.locator import LocatorIndex
 from megatron_vla.data.preprocess import Preprocessor
 from megatron_vla.data.sampler import MicroBatchSampler
@@ -27,6 +26,10 @@ from megatron_vla.data.watch import DataWatch, Stage, StageTimes, StatusBoard
 if TYPE_CHECKING:
     from megatron_vla.data.dataset import RobotDataset
 
+# Random draws of one training sample as arrays, by (seed, epoch, sample index).
+Draws = Callable[[int, int, int], dict[str, Any]]
+# A family's own way from samples to a micro-batch.
+Assemble = Callable[[Sequence[Mapping[str, Any]]], Any]
 PromptPadding = Literal["max", "longest", "bucket"]
 # Frames decoded in a row per camera: bounds the raw pictures in memory, and long enough that switching files costs nothing.
 CHUNK_FRAMES = 32
@@ -178,16 +181,14 @@ class DrawnSamples(Dataset[tuple[dict[str, Any], StageTimes]]):
         self,
         source: SampleSource,
         seed: int,
-        horizon: int,
-        dim: int,
+        draws: Draws,
         augmentation: Augmentation | None = None,
         augment_here: bool = True,
         board: StatusBoard | None = None,
     ) -> None:
         self.source = source
         self.seed = seed
-        self.horizon = horizon
-        self.dim = dim
+        self.draws = draws
         self.augmentation = augmentation
         self.augment_here = augment_here
         self.board = board or StatusBoard(0)
@@ -208,8 +209,7 @@ class DrawnSamples(Dataset[tuple[dict[str, Any], StageTimes]]):
     def _drawn(self, arrays: dict[str, Any], epoch: int) -> dict[str, Any]:
         # Draws are keyed by the dataset index, which stays the same when other samples are left out.
         index = int(arrays["sample_index_B"])
-        noise_TA, time_value = flow_draws(self.seed, epoch, index, self.horizon, self.dim)
-        drawn = {**arrays, "noise_BTA": noise_TA, "time_B": time_value}
+        drawn = {**arrays, **self.draws(self.seed, epoch, index)}
         if self.augmentation is None:
             return drawn
         if not self.augment_here:
@@ -231,7 +231,7 @@ class DrawnSamples(Dataset[tuple[dict[str, Any], StageTimes]]):
 class LoadedBatch:
     """A micro-batch, what it cost, and augmentation parameters [B, V, P] that are still to be applied."""
 
-    batch: Batch
+    batch: TensorFields
     times: StageTimes
     augmentation_BVP: Tensor | None = None
 
@@ -273,12 +273,17 @@ def loaded_batch(tensors: dict[str, Tensor], times: StageTimes, width: PromptWid
     return LoadedBatch(Batch(**tensors), times, parameters_BVP)
 
 
-def collate(items: list[tuple[dict[str, Any], StageTimes]], width: PromptWidth) -> LoadedBatch:
-    """Samples -> one micro-batch."""
+def collate(
+    items: list[tuple[dict[str, Any], StageTimes]], width: PromptWidth, assemble: Assemble | None = None
+) -> LoadedBatch:
+    """Samples -> one micro-batch, by `assemble` where the family brings its own."""
     times, started = StageTimes(), time.perf_counter()
     for _, sample_times in items:
         times.add(sample_times)
-    loaded = loaded_batch(collate_tensors([arrays for arrays, _ in items]), times, width)
+    if assemble is None:
+        loaded = loaded_batch(collate_tensors([arrays for arrays, _ in items]), times, width)
+    else:
+        loaded = LoadedBatch(assemble([arrays for arrays, _ in items]), times)
     times.copy_seconds += time.perf_counter() - started
     return loaded
 
@@ -300,6 +305,7 @@ def load_micro_batches(
     width: PromptWidth,
     pin_memory: bool,
     watch: DataWatch,
+    assemble: Assemble | None = None,
 ) -> Iterator[LoadedBatch]:
     """Micro-batches in the sampler's order. At most num_workers x prefetch_factor wait in memory.
 
@@ -311,7 +317,7 @@ def load_micro_batches(
         num_workers=num_workers,
         # torch refuses a prefetch factor without workers.
         prefetch_factor=prefetch_factor if num_workers else None,
-        collate_fn=partial(collate, width=width),
+        collate_fn=partial(collate, width=width, assemble=assemble),
         pin_memory=pin_memory,
         worker_init_fn=_initialise_worker,
         # Without workers a thread watches instead (DataWatch.ends_stalled_loading).

@@ -9,34 +9,36 @@ Shape legend: as data/batch.py, without the batch dimension.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_vla.data.draws import MOCK_STREAM, sample_generator
 from megatron_vla.data.transforms import action_loss_mask, pad_last_dim
 from megatron_vla.data.watch import StageTimes, StatusBoard
+from megatron_vla.findings import CheckError, error
+
+if TYPE_CHECKING:
+    from megatron_vla.config.run import RunConfig
 
 MOCK_ROBOT_DIM = 7
 NUM_PHASES = 16
 FIRST_TOKEN = 4  # ids below are pad, eos, bos, unk
 
 
+def mock_actions(phase: int, horizon: int, action_dim: int) -> np.ndarray:
+    """[T, action_dim]: waves that start at `phase`, so that images and prompts which show it determine the actions."""
+    angle = 2 * np.pi * phase / NUM_PHASES
+    # Different phases per dimension, so that no output can be learned by copying another.
+    actions_TD: np.ndarray = np.sin(angle + 0.2 * np.arange(horizon)[:, None] + np.arange(action_dim)[None, :])
+    return actions_TD
+
+
 @dataclass(frozen=True, kw_only=True)
-class MockSource:
-    """`source(index, epoch)` gives the arrays of one sample; the same for every epoch, rank and worker."""
+class WithoutFiles:
+    """What a source of synthetic samples answers to questions about files."""
 
     num_samples: int
-    num_cameras: int
-    num_images: int
-    image_size: int
-    prompt_length: int
-    max_prompt_length: int
-    vocab_size: int
-    action_horizon: int
-    max_action_dim: int
-    action_loss: str
-    seed: int
 
     def take_times(self) -> StageTimes:
         """Nothing is read."""
@@ -48,6 +50,22 @@ class MockSource:
 
     def use_board(self, board: StatusBoard, first_sample: int = 0) -> None:
         """Nothing to note: no file can stall."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MockSource(WithoutFiles):
+    """`source(index, epoch)` gives the arrays of one sample; the same for every epoch, rank and worker."""
+
+    num_cameras: int
+    num_images: int
+    image_size: int
+    prompt_length: int
+    max_prompt_length: int
+    vocab_size: int
+    action_horizon: int
+    max_action_dim: int
+    action_loss: str
+    seed: int
 
     def __call__(self, index: int, epoch: int) -> dict[str, Any]:
         """Arrays named as the fields of Batch, without noise and time."""
@@ -63,9 +81,7 @@ class MockSource:
         tokens_L[: self.prompt_length] = generator.integers(FIRST_TOKEN, self.vocab_size, self.prompt_length)
         tokens_L[0] = FIRST_TOKEN + phase
         action_dim = min(MOCK_ROBOT_DIM, self.max_action_dim)
-        angle = 2 * np.pi * phase / NUM_PHASES
-        # Different phases per dimension, so that no output can be learned by copying another.
-        actions_TD = np.sin(angle + 0.2 * np.arange(self.action_horizon)[:, None] + np.arange(action_dim)[None, :])
+        actions_TD = mock_actions(phase, self.action_horizon, action_dim)
         is_loss_TA, is_real_A = action_loss_mask(
             self.action_loss, np.ones(self.action_horizon, dtype=bool), action_dim, self.max_action_dim
         )
@@ -81,3 +97,27 @@ class MockSource:
             "sample_index_B": np.int64(index),
             "epoch_B": np.int64(epoch),
         }
+
+
+def build_mock_source(config: RunConfig) -> tuple[MockSource, tuple[str, ...]]:
+    """(mock samples of one run, names of its image slots). Raises CheckError for fewer slots than cameras."""
+    data, model = config.data, config.family
+    num_cameras = data.mock_num_cameras
+    num_images = num_cameras if data.num_images is None else data.num_images
+    if num_images < num_cameras:
+        what = f"{num_images} is fewer than the {num_cameras} cameras of --mock-num-cameras"
+        raise CheckError([error("--num-images", what, f"use --num-images {num_cameras} or more")])
+    source = MockSource(
+        num_samples=data.mock_num_samples,
+        num_cameras=num_cameras,
+        num_images=num_images,
+        image_size=model.image_size,
+        prompt_length=min(data.mock_prompt_length, model.max_prompt_length),
+        max_prompt_length=model.max_prompt_length,
+        vocab_size=model.vocab_size,
+        action_horizon=model.action_horizon,
+        max_action_dim=model.max_action_dim,
+        action_loss=model.action_loss,
+        seed=config.training.seed,
+    )
+    return source, tuple(f"view_{i}" for i in range(num_images))

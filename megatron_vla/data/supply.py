@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from megatron_vla.parallel.groups import world_size_from_environment
 if TYPE_CHECKING:
     from megatron_vla.data.mixture_data import MixturePreprocessor
     from megatron_vla.data.preprocess import Preprocessor
+    from megatron_vla.models.registry import SampleRules
 
 
 class DataSupply:
@@ -40,7 +42,7 @@ class DataSupply:
 
     num_samples per epoch; preprocessor (None for mock data); order_hash; findings (the warnings); expected_padded_fraction:
     share of action steps beyond their episode's end that lengths and horizon imply. `order`: not the plain one; a ShardOrder
-    decodes once. `views`: names of all image slots.
+    decodes once. `views`: names of all image slots. `rules`: the model family's own.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class DataSupply:
         expected_padded_fraction: float,
         order: SampleOrder | None = None,
         views: tuple[str, ...] = (),
+        *,
+        rules: SampleRules,
     ) -> None:
         self.config = config
         self.source = source
@@ -72,15 +76,15 @@ class DataSupply:
         self._samples = DrawnSamples(
             source,
             seed,
-            family.action_horizon,
-            family.max_action_dim,
+            partial(rules.draws, family),
             self.augmentation,
             augment_here=data.augmentation_device == "cpu",
             board=self.board,
         )
         self._watch = DataWatch(self.board, source.where, data.data_stall_timeout_seconds)
+        self._assemble = None if rules.build_assembler is None else rules.build_assembler(config)
         self._width = PromptWidth(data.prompt_padding, data.prompt_bucket_size)
-        self._open: list[Iterator[Batch]] = []
+        self._open: list[Iterator[Any]] = []
 
     def prefetch_line(self) -> str:
         """The bound on samples that wait in host memory, for the log. Raises CheckError when it is above the limit."""
@@ -145,7 +149,7 @@ class DataSupply:
         data_parallel_size: int,
         num_iterations: int,
         device_is_cuda: bool,
-    ) -> Iterator[Batch]:
+    ) -> Iterator[Any]:
         """Micro-batches of `num_iterations` steps, in order, on the CPU (pinned when `device_is_cuda`).
 
         With --augmentation-device gpu the images are on the training device, augmented. Raises SampleError when a sample cannot
@@ -164,7 +168,7 @@ class DataSupply:
         self._open.append(batches)
         return batches
 
-    def first_batch(self, consumed_samples: int = 0, data_parallel_rank: int = 0, data_parallel_size: int = 1) -> Batch:
+    def first_batch(self, consumed_samples: int = 0, data_parallel_rank: int = 0, data_parallel_size: int = 1) -> Any:
         """The first micro-batch, loaded in this process: what `iterator` with the same arguments yields first."""
         # In this process and by random access: an error here has a readable traceback, and no shard is decoded for it.
         sampler = self.sampler(consumed_samples, data_parallel_rank, data_parallel_size, 1)
@@ -179,6 +183,7 @@ class DataSupply:
             width=self._width,
             pin_memory=pin_memory,
             watch=self._watch,
+            assemble=self._assemble,
         )
         return batches if num_workers else self._watched(batches)
 
@@ -214,16 +219,16 @@ class DataSupply:
                     return
                 yield loaded
 
-    def _finished(self, batches: Iterator[LoadedBatch], on_cuda: bool) -> Iterator[Batch]:
+    def _finished(self, batches: Iterator[LoadedBatch], on_cuda: bool) -> Iterator[Any]:
         """The last steps in the training process: costs, augmentation on the device, the one range check."""
         for number, loaded in enumerate(batches):
             self._watch.add(loaded.times)
             batch = loaded.batch
             # The one range check: every later batch comes from the same code.
-            if number == 0:
+            if number == 0 and isinstance(batch, Batch):
                 check_image_range(batch.images_BVCHW)
             if loaded.augmentation_BVP is not None:
-                assert self.augmentation is not None
+                assert self.augmentation is not None and isinstance(batch, Batch)
                 device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
                 images = batch.images_BVCHW.to(device, non_blocking=True)
                 parameters = loaded.augmentation_BVP.to(device, non_blocking=True)

@@ -9,10 +9,26 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleRules:
+    """How a family's samples are made and put together.
+
+    draws(family config, seed, epoch, sample index) -> arrays that are added to a training sample: noise, flow time.
+    build_mock_source(config: RunConfig) -> (source of synthetic samples, names of its views).
+    build_assembler(config: RunConfig) -> (samples -> micro-batch), picklable. None: arrays are stacked into a Batch.
+    """
+
+    draws: Callable[..., dict[str, Any]]
+    build_mock_source: Callable[..., tuple[Any, tuple[str, ...]]]
+    build_assembler: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelFamily:
     """What the rest of the project needs to know of a model family, and all it may know.
 
     build(config: RunConfig, groups: ParallelGroups) -> nn.Module, randomly initialised from config.training.seed.
+    skeleton(config: RunConfig) -> nn.Module: the whole model on the meta device, which costs no memory; its module names are
+        those of every layout.
     forward_step(data_iterator, model) -> (output, loss_func): Megatron's contract; loss_func(output) returns
         (loss_sum, num_valid_elements, metrics), device tensors of shape [] each.
     check(config) -> list[Finding]: the family's own rules, before anything is built.
@@ -21,12 +37,14 @@ class ModelFamily:
     metric_names: names of the metrics that loss_func returns; stages without a loss need to know how many there are.
     pipeline_units(config: RunConfig) -> ModelUnits: the model's parts with their FLOPs, for the stage plan.
     batch_fields: names of the Batch tensors that forward_step reads.
+    samples: how its samples become micro-batches.
     """
 
     name: str
     config_type: type
     variants: Mapping[str, Mapping[str, Any]]
     build: Callable[..., Any]
+    skeleton: Callable[..., Any]
     forward_step: Callable[..., Any]
     check: Callable[..., Any]
     converter: Any
@@ -34,6 +52,7 @@ class ModelFamily:
     metric_names: tuple[str, ...]
     pipeline_units: Callable[..., Any]
     batch_fields: frozenset[str]
+    samples: SampleRules
 
 
 MODEL_FAMILIES: dict[str, str] = {"pi05": "megatron_vla.models.pi05.family"}

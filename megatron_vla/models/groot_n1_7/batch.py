@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_vla.data.batch import NamedTensors
+from megatron_vla.data.batch import TensorFields
 
 
 @dataclass
-class GrootN17Batch(NamedTensors):
+class GrootN17Batch(TensorFields):
     """Fields in the order in which the model reads them.
 
     tokens_BS int64, left-padded with the padding token; token_is_valid_BS bool.

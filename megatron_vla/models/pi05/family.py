@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from megatron_vla.models.pi05.build import build, pipeline_units
+from megatron_vla.data.draws import flow_draw_fields
+from megatron_vla.data.mock import build_mock_source
+from megatron_vla.models.pi05.build import build, pipeline_units, skeleton
 from megatron_vla.models.pi05.check import check
 from megatron_vla.models.pi05.config import VARIANTS, Pi05Config
 from megatron_vla.models.pi05.convert import CONVERTER
 from megatron_vla.models.pi05.forward_step import BATCH_FIELDS, METRIC_NAMES, forward_step
-from megatron_vla.models.registry import ModelFamily
+from megatron_vla.models.registry import ModelFamily, SampleRules
 
 FAMILY = ModelFamily(
     name="pi05",
     config_type=Pi05Config,
     variants=VARIANTS,
     build=build,
+    skeleton=skeleton,
     forward_step=forward_step,
     check=check,
     converter=CONVERTER,
@@ -21,4 +24,5 @@ FAMILY = ModelFamily(
     metric_names=METRIC_NAMES,
     pipeline_units=pipeline_units,
     batch_fields=BATCH_FIELDS,
+    samples=SampleRules(draws=flow_draw_fields, build_mock_source=build_mock_source),
 )
