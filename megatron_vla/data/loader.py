@@ -127,13 +127,13 @@ class RobotSource:
             self._note("decode", indices[0])
             start = time.perf_counter()
             frames = [int(dataset.frame_of_N[row]) for row in rows]
-            images = {camera: dataset.frames.frames(camera, episode, frames) for camera in dataset.cameras}
+            pictures = list(dataset.pictures(episode, frames))
             self._count_reading(time.perf_counter() - start, len(dataset.cameras) * visit_start)
         except Exception as problem:
             raise SampleError(f"{self.where(indices[0])}: {type(problem).__name__}: {problem}") from problem
-        for place, (index, row) in enumerate(zip(indices, rows, strict=True)):
+        for index, row, images in zip(indices, rows, pictures, strict=True):
             try:
-                raw = dataset.raw_sample(row, {camera: images[camera][place] for camera in dataset.cameras})
+                raw = dataset.raw_sample(row, images)
                 yield self._preprocessed(index, raw, epoch)
             except Exception as problem:
                 raise SampleError(f"{self.where(index)}: {type(problem).__name__}: {problem}") from problem

@@ -48,7 +48,9 @@ def jitter(images_NHWC: Tensor, factors_N4: Tensor, order_N4: Tensor) -> Tensor:
 def jitter_alike(images_NHWC: Tensor, factors: list[float], order: list[int]) -> Tensor:
     """The same for images that share factors and order (the views of one sample), without work that is thrown away."""
     for operation in order:
-        images_NHWC = adjust(operation, images_NHWC, images_NHWC.new_full((1, 1, 1, 1), factors[operation], dtype=torch.float32))
+        images_NHWC = adjust(
+            operation, images_NHWC, images_NHWC.new_full((1, 1, 1, 1), factors[operation], dtype=torch.float32)
+        )
     return images_NHWC
 
 

@@ -1,8 +1,8 @@
 """What a robot's state, action, video and language consist of: the modality configuration of an embodiment tag.
 
-The JSON form is that of released checkpoints' processor_config.json (spec of GR00T N1.7, section 4); it says which keys are used,
-in which order, at which steps, and how each action is represented. Where the numbers lie in a dataset's columns is another
-matter: column_layout.py.
+The JSON form is that of released checkpoints' processor_config.json (spec of GR00T N1.7, section 4); it says which keys are
+used, in which order, at which steps, and how each action is represented. Where the numbers lie in a dataset's columns is
+another matter: column_layout.py.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ class ModalityConfig:
         for number, spec in enumerate(self.action_specs):
             if spec.rep == "RELATIVE" and self.state_key_of(number) not in self.state.keys:
                 raise ValueError(
-                    f"{where}.action: {self.action.keys[number]} is relative to the state {self.state_key_of(number)!r}, which is "
-                    f"not among the state's modality_keys {list(self.state.keys)}"
+                    f"{where}.action: {self.action.keys[number]} is relative to the state {self.state_key_of(number)!r}, which "
+                    f"is not among the state's modality_keys {list(self.state.keys)}"
                 )
 
     def to_dict(self) -> dict[str, Any]:

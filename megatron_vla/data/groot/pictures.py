@@ -1,8 +1,8 @@
 """From camera frames to Qwen3-VL patch rows: letter box, resize, crop, resize, colour jitter, multiples of 32, patches.
 
-Everything stays uint8 and exact: the model changes the range. Two released pipelines: `area` is Isaac-GR00T's (aspect ratio kept,
-OpenCV INTER_AREA, augmentation), `bicubic` LeRobot's (squashed to a square). Evaluation crops the centre; training crops one
-window for all views and frames of a sample. Source: spec of GR00T N1.7, sections 5.4 and 5.5.
+Everything stays uint8 and exact: the model changes the range. Two released pipelines: `area` is Isaac-GR00T's (aspect ratio
+kept, OpenCV INTER_AREA, augmentation), `bicubic` LeRobot's (squashed to a square). Evaluation crops the centre; training crops
+one window for all views and frames of a sample. Source: spec of GR00T N1.7, sections 5.4 and 5.5.
 
 Shape legend: N images, H height, W width, C 3 channels, P patches, D values of a patch.
 """
@@ -46,7 +46,7 @@ class PictureSettings:
         return self.patch_size * self.merge_size
 
     def resized(self, frame_HWC: np.ndarray, name: str) -> Tensor:
-        """uint8 [H, W, C] camera frame -> uint8 [1, H', W', C]: what crops are taken from. Raises ValueError on another form."""
+        """uint8 [H, W, C] camera frame -> uint8 [1, H', W', C]: what crops are taken from. Raises ValueError."""
         if frame_HWC.dtype != np.uint8 or frame_HWC.ndim != 3 or frame_HWC.shape[-1] != 3:
             raise ValueError(
                 f"{name}: expected a uint8 [H, W, 3] image, found {frame_HWC.dtype} {list(frame_HWC.shape)}; "
@@ -93,9 +93,7 @@ class PictureSettings:
 
     def patches(self, pictures_NHWC: Tensor) -> Tensor:
         """Finished crops of one size -> uint8 [N * P, D], D = channel, row, column; patches in merge-block order."""
-        size = tower_size(
-            pictures_NHWC.shape[1], pictures_NHWC.shape[2], self.factor, self.min_pixels, self.max_pixels
-        )
+        size = tower_size(pictures_NHWC.shape[1], pictures_NHWC.shape[2], self.factor, self.min_pixels, self.max_pixels)
         return patch_rows(resize_bicubic(pictures_NHWC, *size), self.patch_size, self.merge_size)
 
 
@@ -142,7 +140,9 @@ def tower_size(height: int, width: int, factor: int, min_pixels: int, max_pixels
 def patch_rows(pictures_NHWC: Tensor, patch: int, merge: int) -> Tensor:
     """[N, H, W, C] -> [N * P, C * patch * patch], picture after picture; blocks of merge x merge patches stay together."""
     number, height, width, channels = pictures_NHWC.shape
-    blocks = pictures_NHWC.reshape(number, height // (merge * patch), merge, patch, width // (merge * patch), merge, patch, channels)
+    blocks = pictures_NHWC.reshape(
+        number, height // (merge * patch), merge, patch, width // (merge * patch), merge, patch, channels
+    )
     # number, block row, block column, row in block, column in block, channel, y, x
     ordered = blocks.permute(0, 1, 4, 2, 5, 7, 3, 6)
     return ordered.reshape(-1, channels * patch * patch)

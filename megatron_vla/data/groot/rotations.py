@@ -1,7 +1,7 @@
 """Poses of an end effector in the formats that robot data uses, as rotation matrices and back; float64 inside.
 
-Source: textbook formulas (Shepperd's method for matrix -> quaternion, Rodrigues' for axis-angle); rot6d is the first two rows of
-the matrix, rebuilt by Gram-Schmidt and a cross product (spec of GR00T N1.7, section 5.2).
+Source: textbook formulas (Shepperd's method for matrix -> quaternion, Rodrigues' for axis-angle); rot6d is the first two rows
+of the matrix, rebuilt by Gram-Schmidt and a cross product (spec of GR00T N1.7, section 5.2).
 
 Shape legend: leading `...` are batch dimensions.
 """
@@ -84,7 +84,7 @@ def quaternion_from_matrix(matrix: np.ndarray) -> np.ndarray:
 
 
 def matrix_from_euler(angles: np.ndarray) -> np.ndarray:
-    """Roll, pitch, yaw in radians about the fixed x, y, z axes in turn, [..., 3] -> [..., 3, 3]: R = Rz(yaw) Ry(pitch) Rx(roll)."""
+    """Roll, pitch, yaw (radians, about fixed x, y, z in turn), [..., 3] -> [..., 3, 3]: R = Rz(yaw) Ry(pitch) Rx(roll)."""
     roll, pitch, yaw = np.moveaxis(np.asarray(angles, dtype=np.float64), -1, 0)
     sr, cr, sp, cp, sy, cy = np.sin(roll), np.cos(roll), np.sin(pitch), np.cos(pitch), np.sin(yaw), np.cos(yaw)
     rows = [

@@ -4,7 +4,8 @@ Per dimension one of three rules (spec of GR00T N1.7, section 5.3): bounds (perc
 step for relative actions) to [-1, 1], clipped; mean and deviation; sine and cosine of angles (states only). A dimension whose
 bounds are equal normalizes to 0.
 
-Shape legend: T steps of the chunk, D dimensions of all keys in order, K dimensions of one key; leading `...` are batch dimensions.
+Shape legend: T steps of the chunk, D dimensions of all keys in order, K dimensions of one key; leading `...` are batch
+dimensions.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import numpy as np
 from megatron_vla.data.groot.modality import ModalityConfig
 from megatron_vla.data.groot.rotations import absolute_pose, pose_width, relative_pose
 
-Bounds = Mapping[str, Mapping[str, np.ndarray]]  # key -> statistic (min, max, mean, std, q01, q99) -> [K], relative actions [T, K]
+Bounds = Mapping[
+    str, Mapping[str, np.ndarray]
+]  # key -> statistic (min, max, mean, std, q01, q99) -> [K], relative actions [T, K]
 STATISTICS = ("mean", "std", "min", "max", "q01", "q99")
 
 
@@ -196,8 +199,8 @@ class RelativeActions:
             if widths != (wanted, wanted):
                 kind = "" if spec.pose_format is None else f" as a pose in {spec.pose_format}"
                 raise ValueError(
-                    f"action {key!r} ({widths[0]} numbers) is relative to state {reference!r} ({widths[1]} numbers){kind}: both "
-                    f"need {wanted}; correct the slices in modality.json or the modality configuration"
+                    f"action {key!r} ({widths[0]} numbers) is relative to state {reference!r} ({widths[1]} numbers){kind}: "
+                    f"both need {wanted}; correct the slices in modality.json or the modality configuration"
                 )
             self.keys += (key,)
             self._jobs.append((action, state, spec.pose_format))
