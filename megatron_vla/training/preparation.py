@@ -41,5 +41,6 @@ def prepare(config: RunConfig, family: ModelFamily, world_size: int) -> tuple[Ch
             log_folder(config),
             order_hash=supply.order_hash,
             expected_padded_fraction=supply.expected_padded_fraction,
+            report_fields=family.samples.report_fields,
         )
     return resume, supply

@@ -10,6 +10,7 @@ Shape legend: N images, H height, W width, C 3 channels.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -109,6 +110,12 @@ def _to_hsv(images_NHWC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(hue < 0, hue + HUE_LEVELS, hue), saturation, value
 
 
+@cache
+def _sectors(device: torch.device) -> Tensor:
+    """Which of the four values red, green and blue take in each of the six sectors; copied to a device once."""
+    return torch.tensor([[0, 3, 1], [2, 0, 1], [1, 0, 3], [1, 2, 0], [3, 1, 0], [0, 1, 2]], device=device)
+
+
 def _to_rgb(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
     """uint8 [N, H, W, C] in float32 arithmetic."""
     sector = hue * (6.0 / HUE_LEVELS)
@@ -118,9 +125,7 @@ def _to_rgb(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
     choices = torch.stack(
         [level, level * (1.0 - share), level * (1.0 - share * part), level * (1.0 - share * (1.0 - part))], dim=-1
     )
-    # Which of the four values red, green and blue take in each of the six sectors.
-    table = torch.tensor([[0, 3, 1], [2, 0, 1], [1, 0, 3], [1, 2, 0], [3, 1, 0], [0, 1, 2]], device=hue.device)
-    rgb = choices.gather(-1, table[whole.to(torch.int64) % 6])
+    rgb = choices.gather(-1, _sectors(hue.device)[whole.to(torch.int64) % 6])
     levels = rgb * 255.0
     # OpenCV cuts in its vector code and rounds in the columns that are left over: at 256 columns everything is cut.
     in_vectors = levels.shape[2] // VECTOR_COLUMNS * VECTOR_COLUMNS

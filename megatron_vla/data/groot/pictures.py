@@ -54,9 +54,10 @@ class PictureSettings:
             )
         picture = torch.from_numpy(np.ascontiguousarray(frame_HWC))[None]
         picture = _letter_boxed(picture) if self.letter_box else picture
-        return self._resize(picture)
+        return self.resize(picture)
 
-    def _resize(self, pictures_NHWC: Tensor) -> Tensor:
+    def resize(self, pictures_NHWC: Tensor) -> Tensor:
+        """Frames or crops of one size -> uint8 [N, H', W', C] with the side (or shorter side) `edge`."""
         if self.image_filter == "bicubic":
             return resize_bicubic(pictures_NHWC, self.edge, self.edge)
         height, width = shortest_edge_size(pictures_NHWC.shape[1], pictures_NHWC.shape[2], self.edge)
@@ -78,7 +79,7 @@ class PictureSettings:
     def cropped(self, pictures_NHWC: Tensor, top: int, left: int) -> Tensor:
         """One window of equally large resized pictures, resized again: uint8 [N, H', W', C]."""
         rows, columns = self.window(pictures_NHWC.shape[1], pictures_NHWC.shape[2])
-        return self._resize(pictures_NHWC[:, top : top + rows, left : left + columns])
+        return self.resize(pictures_NHWC[:, top : top + rows, left : left + columns])
 
     def final_size(self, height: int, width: int) -> tuple[int, int]:
         """Size of the crop of a resized picture after its second resize."""

@@ -20,7 +20,16 @@ FIXED_POINT = 2048  # 11 bits per axis
 SMALLEST_SHARE = 1e-3  # an edge pixel with a smaller share of a cell is left out, as in the original
 
 
+Taps = tuple[Tensor, Tensor]
+
+
 @cache
+def _on_device(kind: str, size_in: int, size_out: int, device: torch.device) -> Taps:
+    """Taps on a device, copied there once: a copy per batch would wait for the device."""
+    index, weight = (_area_taps if kind == "area" else _blend_taps)(size_in, size_out)
+    return torch.from_numpy(index).to(device), torch.from_numpy(weight).to(device)
+
+
 def _area_taps(size_in: int, size_out: int) -> tuple[np.ndarray, np.ndarray]:
     """(source index int64 [size_out, K], weight float32 [size_out, K]) of shrinking one axis; unused taps weigh 0."""
     scale = 1.0 / (size_out / size_in)
@@ -44,7 +53,6 @@ def _area_taps(size_in: int, size_out: int) -> tuple[np.ndarray, np.ndarray]:
     return index, weight
 
 
-@cache
 def _blend_taps(size_in: int, size_out: int) -> tuple[np.ndarray, np.ndarray]:
     """(source index int64 [size_out, 2], weight int32 [size_out, 2], of FIXED_POINT) of growing one axis."""
     inverse = size_out / size_in
@@ -82,7 +90,7 @@ def _weighted(values: Tensor, dim: int, size_out: int) -> Tensor:
     size_in = values.shape[dim]
     if size_in == size_out:
         return values
-    index, weight = (torch.from_numpy(array).to(values.device) for array in _area_taps(size_in, size_out))
+    index, weight = _on_device("area", size_in, size_out, values.device)
     shape = [1] * values.ndim
     shape[dim] = size_out
     total = values.index_select(dim, index[:, 0]) * weight[:, 0].view(shape)
@@ -106,8 +114,8 @@ def _shrink_by_integers(images_NHWC: Tensor, factors: tuple[int, int]) -> Tensor
 def _grow(images_NHWC: Tensor, height: int, width: int) -> Tensor:
     """At least one side grows: a blend of two taps per axis."""
     device = images_NHWC.device
-    columns, column_weight = (torch.from_numpy(array).to(device) for array in _blend_taps(images_NHWC.shape[2], width))
-    rows, row_weight = (torch.from_numpy(array).to(device) for array in _blend_taps(images_NHWC.shape[1], height))
+    columns, column_weight = _on_device("blend", images_NHWC.shape[2], width, device)
+    rows, row_weight = _on_device("blend", images_NHWC.shape[1], height, device)
     blended = images_NHWC.index_select(2, columns[:, 0]).to(torch.int32).mul_(column_weight[:, 0, None])
     blended.addcmul_(images_NHWC.index_select(2, columns[:, 1]).to(torch.int32), column_weight[:, 1, None])
     # Shifts in the middle of the sum are the original's: they drop bits, and a tenth of all pixels would be one off without.

@@ -70,15 +70,19 @@ class KeyNormalizer:
 
     def normalize(self, values: np.ndarray, clip_mean_std: bool) -> np.ndarray:
         """[..., K] -> [..., K], or [..., 2 K] for sin_cos. clip_mean_std: the released code clips actions, not states."""
+        scaled = self.scaled(values)
+        return np.clip(scaled, -1.0, 1.0) if self.method == "bounds" or clip_mean_std else scaled
+
+    def scaled(self, values: np.ndarray) -> np.ndarray:
+        """`normalize` without clipping."""
         if self.method == "sin_cos":
             return np.concatenate([np.sin(values), np.cos(values)], axis=-1)
         if self.method == "mean_std":
             moves = self.second != 0
-            scaled = np.where(moves, (values - self.first) / np.where(moves, self.second, 1.0), values)
-            return np.clip(scaled, -1.0, 1.0) if clip_mean_std else scaled
+            return np.where(moves, (values - self.first) / np.where(moves, self.second, 1.0), values)
         moves = ~np.isclose(self.second, self.first)
         span = np.where(moves, self.second - self.first, 1.0)
-        return np.where(moves, np.clip(2.0 * ((values - self.first) / span) - 1.0, -1.0, 1.0), 0.0)
+        return np.where(moves, 2.0 * ((values - self.first) / span) - 1.0, 0.0)
 
     def unnormalize(self, values: np.ndarray) -> np.ndarray:
         """Inverse of `normalize` (not of sin_cos): clipped to [-1, 1] first, as released."""
@@ -113,8 +117,8 @@ class StateActionTransform:
     ) -> None:
         self.modality = modality
         self.options = options
-        self.state_slices = _slices(modality.state.keys, state_widths)
-        self.action_slices = _slices(modality.action.keys, action_widths)
+        self.state_slices = key_slices(modality.state.keys, state_widths)
+        self.action_slices = key_slices(modality.action.keys, action_widths)
         self.relative = RelativeActions(modality, self.state_slices, self.action_slices, options.use_relative_action)
         sin_cos = set(modality.state.sin_cos_keys or ()) if options.sin_cos else set()
         self._state = {
@@ -176,9 +180,21 @@ class StateActionTransform:
 
     def unnormalize_actions(self, actions_TD: np.ndarray, state_D: np.ndarray) -> np.ndarray:
         """Inverse: [..., T, D] -> float32 physical; `state_D` is the physical state the actions were predicted from."""
+        return self.relative.to_absolute(self.unnormalize_relative(actions_TD), state_D).astype(np.float32)
+
+    def unnormalize_relative(self, actions_TD: np.ndarray) -> np.ndarray:
+        """Without the state: relative keys stay relative, in physical units. Float64 [..., T, D]."""
         actions_TD = np.asarray(actions_TD, dtype=np.float64)
         parts = [self._action[key].unnormalize(actions_TD[..., place]) for key, place in self.action_slices.items()]
-        return self.relative.to_absolute(np.concatenate(parts, axis=-1), state_D).astype(np.float32)
+        return np.concatenate(parts, axis=-1)
+
+    def unclipped(self, actions_TD: np.ndarray, state_D: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(states [..., D'], actions [..., T, D]) normalized but not clipped: shows bounds that do not belong to the data."""
+        relative_TD = self.relative.to_relative(actions_TD, state_D)
+        state_D = np.asarray(state_D, dtype=np.float64)
+        states = [self._state[key].scaled(state_D[..., place]) for key, place in self.state_slices.items()]
+        actions = [self._action[key].scaled(relative_TD[..., place]) for key, place in self.action_slices.items()]
+        return np.concatenate(states, axis=-1), np.concatenate(actions, axis=-1)
 
 
 class RelativeActions:
@@ -228,7 +244,7 @@ class RelativeActions:
         return actions_TD
 
 
-def _slices(keys: Sequence[str], widths: Sequence[int]) -> dict[str, slice]:
+def key_slices(keys: Sequence[str], widths: Sequence[int]) -> dict[str, slice]:
     """Place of each key in the concatenation."""
     ends = np.cumsum(widths).tolist()
     return {key: slice(end - width, end) for key, end, width in zip(keys, ends, widths, strict=True)}
