@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron_vla.config.cli import StrictParser, add_section, build_section, flag_name
-from megatron_vla.models.common.converter import stored_config
 from megatron_vla.models.common.forward_check import REFERENCE_FILE, check_forward, write_reference
 from megatron_vla.models.registry import MODEL_FAMILIES, ModelFamily, model_family
 from megatron_vla.optimizations.patterns import covers
@@ -60,8 +59,8 @@ def parser_of(family: ModelFamily) -> StrictParser:
 
 def config_of(family: ModelFamily, options: argparse.Namespace) -> Any:
     """The family's section: stored configuration or variant, then what the tensors' shapes say, then the flags given here."""
-    stored = stored_config(options.input[0])
-    base: Mapping[str, Any] = family.variants[options.model_variant] if stored is None else stored
+    stored = family.converter.described_config(options.input[0])
+    base: Mapping[str, Any] = {**family.variants[options.model_variant], **(stored or {})}
     inferred = family.converter.infer_sizes(family.converter.our_shapes(options.input))
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(family.config_type) if f.name in options}
     if "num_query_groups" in given and "kv_channels" not in given and "kv_channels" in inferred:
@@ -69,8 +68,8 @@ def config_of(family: ModelFamily, options: argparse.Namespace) -> Any:
         inferred["num_attention_heads"] *= given["num_query_groups"]
         inferred["kv_channels"] //= given["num_query_groups"]
     config = build_section(family.config_type, {**inferred, **given}, base)
-    if stored is None:
-        unseen = [f for f in family.converter.shapeless_fields if f not in given and f not in inferred]
+    unseen = [f for f in family.converter.shapeless_fields if not any(f in known for known in (given, inferred, stored or {}))]
+    if unseen:
         values = " ".join(f"{flag_name(f)} {vars(config)[f]}" for f in unseen)
         print(f"not in the tensors, taken from --model-variant {options.model_variant}: {values}")
     return config

@@ -66,9 +66,14 @@ def _argument_options(annotation: Any, where: str) -> dict[str, Any]:
     raise TypeError(f"{where}: no flag can express the type {annotation!r}")
 
 
+def section_title(section: type) -> str:
+    """Title of a section's group of flags: its docstring."""
+    return " ".join((section.__doc__ or section.__name__).split())
+
+
 def add_section(parser: argparse.ArgumentParser, section: type) -> None:
     """Add one group of flags. Absent flags stay absent in the namespace, so that 'given by the user' is known."""
-    group = parser.add_argument_group(" ".join((section.__doc__ or section.__name__).split()))
+    group = parser.add_argument_group(section_title(section))
     annotations = typing.get_type_hints(section)
     for field in dataclasses.fields(section):
         options = _argument_options(annotations[field.name], f"{section.__name__}.{field.name}")

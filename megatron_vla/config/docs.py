@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_vla.config.cli import section_title
 from megatron_vla.config.run import build_parser
 from megatron_vla.models.registry import MODEL_FAMILIES, model_family
 
@@ -25,8 +26,12 @@ def render() -> str:
     lines = [HEADER]
     seen: set[str] = set()
     for name in MODEL_FAMILIES:
-        for group in build_parser(model_family(name).config_type)._action_groups:
-            flags = [a for a in group._group_actions if a.dest != "help" and a.dest not in seen]
+        section = model_family(name).config_type
+        own_title = section_title(section)
+        for group in build_parser(section)._action_groups:
+            # Families may share the name of a flag, never its meaning or default: each section is complete.
+            is_own = group.title == own_title
+            flags = [a for a in group._group_actions if a.dest != "help" and (is_own or a.dest not in seen)]
             if not flags:
                 continue
             lines += [f"## {group.title}", "", "| flag | value | help |", "|---|---|---|"]

@@ -68,7 +68,10 @@ class ModelFamily:
     samples: SampleRules
 
 
-MODEL_FAMILIES: dict[str, str] = {"pi05": "megatron_vla.models.pi05.family"}
+MODEL_FAMILIES: dict[str, str] = {
+    "pi05": "megatron_vla.models.pi05.family",
+    "groot_n1_7": "megatron_vla.models.groot_n1_7.family",
+}
 
 
 def model_family(name: str) -> ModelFamily:

@@ -1,12 +1,13 @@
 """What part of a parameter this rank holds: the one description that initialisation, loading, saving and norms read.
 
-A parameter without the attribute `shard` is whole. Two more marks, set beside it where they apply (absent = False):
+A parameter without the attribute `shard` is whole. More marks, set beside it where they apply (absent = False):
 
 tensor_parallel_partial: the parameter is whole on every tensor-parallel rank, but each rank's gradient only covers its own
     tokens or heads; the true gradient is the sum over the tensor-parallel group.
 pipeline_shared: the parameter lives on several pipeline stages; the true gradient is the sum over the pipeline group.
+not_decayed: weight decay leaves it alone.
 
-These three functions are the only readers of the marks; nothing else asks a parameter for optional attributes.
+The functions below are the only readers of the marks; nothing else asks a parameter for optional attributes.
 """
 
 from __future__ import annotations
@@ -95,7 +96,17 @@ def mark_partial(module: nn.Module) -> None:
         parameter.tensor_parallel_partial = True  # type: ignore[attr-defined]
 
 
-MARKS = ("shard", "tensor_parallel_partial", "pipeline_shared", "decay_only")
+MARKS = ("shard", "tensor_parallel_partial", "pipeline_shared", "decay_only", "not_decayed")
+
+
+def is_decayed(parameter: Tensor) -> bool:
+    """Whether weight decay acts on the parameter; a family's recipe may leave biases and norms out (`not_decayed`)."""
+    return not getattr(parameter, "not_decayed", False)
+
+
+def mark_not_decayed(parameter: nn.Parameter) -> None:
+    """Take the parameter out of weight decay."""
+    parameter.not_decayed = True  # type: ignore[attr-defined]
 
 
 def copy_marks(source: Tensor, target: Tensor) -> None:

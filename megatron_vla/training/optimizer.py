@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron_vla.config.training import OptimizerConfig
 from megatron_vla.parallel.owned_part import OwnedPart, OwnerRule, whole_part
+from megatron_vla.parallel.parameter_shard import is_decayed
 from megatron_vla.training.state_shard import StateKind, StateShard
 
 # Bounds the temporary copies of an update (256 MiB in fp32); the embedding of a 3 B model alone has 5e8 elements.
@@ -203,11 +204,14 @@ class AdamW:
         assert len(gradients) == len(trainable), (len(gradients), len(trainable))
         coefficients = self._coefficients(is_finite)
         for dtype, scalars in coefficients.items():
-            chosen = [(p, g) for p, g in zip(trainable, gradients, strict=True) if p.main.dtype == dtype]
-            if self.is_fused:
-                self._update_fused(chosen, gradient_scale, is_finite)
-            else:
-                self._update(chosen, scalars, gradient_scale.to(dtype))
+            for decays in (True, False):
+                pairs = zip(trainable, gradients, strict=True)
+                chosen = [(p, g) for p, g in pairs if p.main.dtype == dtype and is_decayed(p.parameter) == decays]
+                if self.is_fused:
+                    self._update_fused(chosen, gradient_scale, is_finite, self.config.weight_decay if decays else 0.0)
+                else:
+                    used = scalars if decays else replace(scalars, decay=torch.ones_like(scalars.decay))
+                    self._update(chosen, used, gradient_scale.to(dtype))
             decayed = [p.main for p in self.parameters if p.exp_avg is None and p.main.dtype == dtype]
             if decayed:
                 torch._foreach_mul_(decayed, scalars.decay)
@@ -237,7 +241,11 @@ class AdamW:
             adamw_update(mains[run], scaled, exp_avgs[run], exp_avg_sqs[run], scalars, self.betas, self.config.adam_eps)
 
     def _update_fused(
-        self, chosen: list[tuple[OptimizedParameter, Tensor]], gradient_scale: Tensor, is_finite: Tensor | None
+        self,
+        chosen: list[tuple[OptimizedParameter, Tensor]],
+        gradient_scale: Tensor,
+        is_finite: Tensor | None,
+        weight_decay: float,
     ) -> None:
         """The same update by torch's multi-tensor kernel: each tensor is read and written once.
 
@@ -259,7 +267,7 @@ class AdamW:
             lr=self._lr.float(),
             beta1=self.betas[0],
             beta2=self.betas[1],
-            weight_decay=self.config.weight_decay,
+            weight_decay=weight_decay,
             eps=self.config.adam_eps,
             amsgrad=False,
             maximize=False,

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from megatron_vla.data.batch import Batch
+from megatron_vla.data.batch import TensorFields
 from megatron_vla.findings import Finding, error, raise_errors
 from megatron_vla.models.common.key_map import KeyMap
 from megatron_vla.models.common.resolution import REINITIALIZE_FLAG, Resolution, ShapeFlags, resolve
@@ -27,6 +27,7 @@ from megatron_vla.parallel.partial_model import PartialModel
 
 EXTRAS_FILE = "extras.safetensors"
 RECORD_FILE = "conversion.json"
+CONFIG_FILE = "config.json"
 
 Report = Callable[[str], None]
 Paths = Path | str | Sequence[Path | str]
@@ -71,7 +72,8 @@ class CheckpointConverter:
 
     build_module(config): the model, not initialised; initialize(model, seed): its first values; infer_sizes(shapes): what the
     tensors' shapes say about the configuration; shapeless_fields: configuration that changes the mathematics and that shapes
-    do not show; fixed_batch(config): the input of forward checks.
+    do not show; fixed_batch(config): the input of forward checks; read_released_config(content): fields of the family's section
+    that a released config.json tells.
     """
 
     key_map: KeyMap
@@ -83,7 +85,19 @@ class CheckpointConverter:
     build_module: Callable[[Any], nn.Module]
     initialize: Callable[[nn.Module, int], None]
     infer_sizes: Callable[[Mapping[str, tuple[int, ...]]], dict[str, int]]
-    fixed_batch: Callable[[Any], Batch]
+    fixed_batch: Callable[[Any], TensorFields]
+    read_released_config: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+
+    def described_config(self, path: Path | str) -> dict[str, Any] | None:
+        """What files beside a checkpoint say about the family's section: all of it (ours), or what released files tell.
+
+        Raises ValueError for the configuration of another model.
+        """
+        stored = stored_config(path)
+        released = _folder(path) / CONFIG_FILE
+        if stored is not None or self.read_released_config is None or not released.is_file():
+            return stored
+        return self.read_released_config(json.loads(released.read_text()))
 
     def check_file(self, path: Paths, config: Any, reinitialize: Sequence[str] = ()) -> list[Finding]:
         """What is wrong with loading `path` into a model of `config`; reads headers only, takes a second."""
@@ -93,7 +107,10 @@ class CheckpointConverter:
             findings = self._resolve(open_tensors(_listed(path)), module, reinitialize, path).findings
         except ValueError as problem:
             return [error("--pretrained-checkpoint", str(problem), "name a released or converted checkpoint")]
-        stored = stored_config(_listed(path)[0]) or {}
+        try:
+            stored = self.described_config(_listed(path)[0]) or {}
+        except ValueError as problem:
+            return [error("--pretrained-checkpoint", str(problem), "name a checkpoint of this family and version")]
         for field in self.shapeless_fields:
             value = vars(config)[field]
             if stored.get(field, value) != value:
@@ -179,13 +196,19 @@ class CheckpointConverter:
         same = record is not None and record.layout == layout.name
         names = record.names if record is not None and same else {}
         released: dict[str, Tensor] = {}
+        parts: dict[str, dict[int, Tensor]] = {}
         for ours in source.files:
             located = self.key_map.to_theirs(ours)
             if located is None:
                 raise ValueError(f"{path}: {ours} is no parameter of this family; convert from a native checkpoint")
             tensor = located.rename.to_theirs(source.read(ours))
             for name in names.get(ours) or self._released_names(located.ours, layout):
-                released[name] = tensor
+                if located.rename.part is None:
+                    released[name] = tensor
+                else:
+                    parts.setdefault(name, {})[located.rename.part[0]] = tensor
+        # Fused tensors: their parts one after the other.
+        released.update({name: torch.cat([rows[n] for n in sorted(rows)]) for name, rows in parts.items()})
         if same:
             released.update(extras)
         else:
@@ -202,10 +225,11 @@ class CheckpointConverter:
         for name, shape in source.shapes.items():
             canonical = self.key_map.canonical(name)
             tie = self.key_map.tie_of(canonical)
-            located = self.key_map.to_ours(tie.names[0] if tie else canonical)
-            native = self.key_map.to_theirs(name) is not None
-            if native or located is not None:
-                shapes[name if native or located is None else located.ours] = shape
+            if self.key_map.to_theirs(name) is not None:
+                shapes[name] = shape
+                continue
+            for located in self.key_map.all_ours(tie.names[0] if tie else canonical):
+                shapes[located.ours] = located.rename.our_shape(shape)
         return shapes
 
     def _resolve(self, source: TensorSource, module: nn.Module, reinitialize: Sequence[str], path: Paths) -> Resolution:
@@ -266,13 +290,17 @@ class CheckpointConverter:
 
 def stored_config(path: Path | str) -> dict[str, Any] | None:
     """The family's section stored beside a converted or trained checkpoint, or None (released files have none of ours)."""
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    for name, key in ((RECORD_FILE, "config"), ("config.json", "family")):
+    folder = _folder(path)
+    for name, key in ((RECORD_FILE, "config"), (CONFIG_FILE, "family")):
         if (folder / name).is_file():
             content = json.loads((folder / name).read_text())
             if key in content:
                 return dict(content[key])
     return None
+
+
+def _folder(path: Path | str) -> Path:
+    return Path(path) if Path(path).is_dir() else Path(path).parent
 
 
 def _listed(path: Paths) -> list[Path | str]:

@@ -1,4 +1,4 @@
-"""Pieces of Gemma-style decoder layers: grouped-query projections with rotary positions, gated MLP.
+"""Pieces of language-model layers: grouped-query projections with rotary positions, gated MLP.
 
 Under tensor parallelism N and G count this rank's heads. A residual stream [B, S, H] may be this rank's rows [R, H] (see
 parallel/sequence_parallel.py).
@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from megatron_vla.models.common.feed_forward import ACTIVATIONS, ActivationName
+from megatron_vla.models.common.normalization import RMSNorm
 from megatron_vla.models.common.rotary import RotaryTable, rotate
 from megatron_vla.parallel.linear import column_parallel_linear, replicated_linear, row_parallel_linear
 from megatron_vla.parallel.parameter_shard import mark_partial
@@ -30,6 +31,8 @@ class KeyValue(NamedTuple):
 class AttentionProjections(nn.Module):
     """q, k, v and o projections of one stream, without biases. Who reads whom is decided by the layer that owns them.
 
+    head_norm_epsilon: normalise each query and key head before it is rotated (Qwen3); None: do not (Gemma).
+
     Key/value heads are split over the tensor-parallel ranks when there are enough of them. Otherwise every rank computes all of
     them and reads the one that its query heads belong to; the gradients of k and v are then partial sums.
     """
@@ -42,9 +45,18 @@ class AttentionProjections(nn.Module):
         num_query_groups: int,
         head_width: int,
         tensor_parallel: TensorParallel,
+        head_norm_epsilon: float | None = None,
     ) -> None:
         super().__init__()
         self.head_width = head_width
+        self.q_norm = self.k_norm = None
+        if head_norm_epsilon is not None:
+            self.q_norm = RMSNorm(head_width, head_norm_epsilon, offset=0.0)
+            self.k_norm = RMSNorm(head_width, head_norm_epsilon, offset=0.0)
+            if tensor_parallel.size > 1:
+                # Each rank only sees its own heads.
+                mark_partial(self.q_norm)
+                mark_partial(self.k_norm)
         self.tensor_parallel = tensor_parallel
         query_size, group_size = num_attention_heads * head_width, num_query_groups * head_width
         self.q_proj = column_parallel_linear(hidden_size, query_size, bias=False, tensor_parallel=tensor_parallel)
@@ -71,25 +83,29 @@ class AttentionProjections(nn.Module):
 
     def query(self, hidden_BSH: Tensor, rotary: RotaryTable) -> Tensor:
         """Rotated queries [B, N, S, D]."""
-        return rotate(self._split_heads(self.q_proj(hidden_BSH)), rotary)
+        query_BNSD = self._split_heads(self.q_proj(hidden_BSH))
+        return rotate(query_BNSD if self.q_norm is None else self.q_norm(query_BNSD), rotary)
 
     def key_value(self, hidden_BSH: Tensor, rotary: RotaryTable) -> KeyValue:
         """Rotated keys, and values."""
         key_BGSD, value_BGSD = self._split_heads(self.k_proj(hidden_BSH)), self._split_heads(self.v_proj(hidden_BSH))
         if self.own_group is not None:
             key_BGSD, value_BGSD = key_BGSD.narrow(1, self.own_group, 1), value_BGSD.narrow(1, self.own_group, 1)
-        return KeyValue(rotate(key_BGSD, rotary), value_BGSD)
+        return KeyValue(rotate(key_BGSD if self.k_norm is None else self.k_norm(key_BGSD), rotary), value_BGSD)
 
     def _split_heads(self, projected_BSH: Tensor) -> Tensor:
         return projected_BSH.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
 
 class GatedMlp(nn.Module):
-    """down(gelu_tanh(gate(x)) * up(x)), without biases."""
+    """down(activation(gate(x)) * up(x)), without biases."""
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, tensor_parallel: TensorParallel) -> None:
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, tensor_parallel: TensorParallel, activation: ActivationName = "gelu_tanh"
+    ) -> None:
         super().__init__()
         self.tensor_parallel = tensor_parallel
+        self.activation = ACTIVATIONS[activation]
         self.gate_proj = column_parallel_linear(hidden_size, ffn_hidden_size, bias=False, tensor_parallel=tensor_parallel)
         self.up_proj = column_parallel_linear(hidden_size, ffn_hidden_size, bias=False, tensor_parallel=tensor_parallel)
         self.down_proj = row_parallel_linear(ffn_hidden_size, hidden_size, bias=False, tensor_parallel=tensor_parallel)
@@ -97,4 +113,4 @@ class GatedMlp(nn.Module):
     def forward(self, hidden_BSH: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         hidden_BSH = gather_rows(hidden_BSH, self.tensor_parallel)
-        return self.down_proj(F.gelu(self.gate_proj(hidden_BSH), approximate="tanh") * self.up_proj(hidden_BSH))
+        return self.down_proj(self.activation(self.gate_proj(hidden_BSH)) * self.up_proj(hidden_BSH))

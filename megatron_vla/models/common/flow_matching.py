@@ -1,4 +1,6 @@
-"""Flow matching for action chunks: t = 1 is noise, t = 0 is data (arXiv:2210.02747; direction as in openpi).
+"""Flow matching for action chunks (arXiv:2210.02747).
+
+Families differ in direction: Pi0.5 has noise at t = 1 and data at t = 0 (openpi), GR00T the reverse.
 
 Shape legend: B samples, T action horizon, A action dimensions, E embedding width.
 """
@@ -23,15 +25,31 @@ def flow_time_embedding(time_B: Tensor, width: int, min_period: float, max_perio
     return torch.cat((angle_BE.sin(), angle_BE.cos()), dim=-1).to(dtype)
 
 
+def interpolate(at_zero_BTA: Tensor, at_one_BTA: Tensor, time_B: Tensor) -> Tensor:
+    """x_t = t * at_one + (1 - t) * at_zero."""
+    time_B11 = time_B[:, None, None]
+    return time_B11 * at_one_BTA + (1.0 - time_B11) * at_zero_BTA
+
+
 def noisy_actions(actions_BTA: Tensor, noise_BTA: Tensor, time_B: Tensor) -> Tensor:
     """x_t = t * noise + (1 - t) * actions."""
-    time_B11 = time_B[:, None, None]
-    return time_B11 * noise_BTA + (1.0 - time_B11) * actions_BTA
+    return interpolate(actions_BTA, noise_BTA, time_B)
 
 
 def target_velocity(actions_BTA: Tensor, noise_BTA: Tensor) -> Tensor:
     """u_t = dx_t/dt = noise - actions."""
     return noise_BTA - actions_BTA
+
+
+def integer_time_code(step_B: Tensor, width: int, spacing: int, dtype: torch.dtype, *, cosines_first: bool) -> Tensor:
+    """Sines and cosines of integer time steps at frequencies 10000^(-j / spacing), j < width / 2: [B, width] in `dtype`.
+
+    Always computed in float64: angles reach 1000 rad, where fp32 errs by 6e-5.
+    """
+    place_E = torch.arange(width // 2, dtype=torch.float64, device=step_B.device)
+    angle_BE = step_B.double().unsqueeze(-1) * torch.exp(place_E * (-math.log(10000.0) / spacing))
+    parts = (angle_BE.cos(), angle_BE.sin()) if cosines_first else (angle_BE.sin(), angle_BE.cos())
+    return torch.cat(parts, dim=-1).to(dtype)
 
 
 def masked_loss(elements_BTA: Tensor, is_valid_BTA: Tensor) -> tuple[Tensor, Tensor]:

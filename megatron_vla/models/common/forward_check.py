@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from megatron_vla.data.batch import Batch
+from megatron_vla.data.batch import TensorFields
 
 REFERENCE_FILE = "forward_reference.safetensors"
 _OUTPUT = "loss_elements_BTA"
@@ -23,14 +24,14 @@ class ForwardCheck:
     difference: float | None
 
 
-def check_forward(model: nn.Module, batch: Batch, reference: Path | None, tolerance: float) -> ForwardCheck:
+def check_forward(model: nn.Module, batch: TensorFields, reference: Path | None, tolerance: float) -> ForwardCheck:
     """Run `model` on `batch`, or on the reference file's own batch, and compare with its stored loss elements.
 
     Raises ValueError when the output is not finite or differs by more than `tolerance` of the largest stored element.
     """
     stored = load_file(reference) if reference is not None else {}
     if stored:
-        batch = Batch(**{name: stored[name] for name in batch.tensors()})
+        batch = dataclasses.replace(batch, **{name: stored[name] for name in batch.tensors()})
     with torch.no_grad():
         output = model(batch).double()
     if not bool(output.isfinite().all()):
@@ -48,7 +49,7 @@ def check_forward(model: nn.Module, batch: Batch, reference: Path | None, tolera
     return ForwardCheck(mean, difference)
 
 
-def write_reference(model: nn.Module, batch: Batch, path: Path) -> None:
+def write_reference(model: nn.Module, batch: TensorFields, path: Path) -> None:
     """Store `batch` and the model's loss elements for a later `check_forward`."""
     with torch.no_grad():
         output = model(batch)

@@ -42,6 +42,12 @@ def xavier_uniform(values: Tensor, generator: torch.Generator) -> None:
     nn.init.xavier_uniform_(values, generator=generator)
 
 
+def inverse_sqrt_fan_in_uniform(values: Tensor, generator: torch.Generator) -> None:
+    """Uniform in +-1 / sqrt(fan_in): the default of torch's linear layers."""
+    bound = values[0].numel() ** -0.5
+    values.uniform_(-bound, bound, generator=generator)
+
+
 def normal(deviation: float) -> Initializer:
     """Normal with this standard deviation."""
 

@@ -7,7 +7,7 @@ same declaration. In a pattern '*' stands for one dotted segment and is carried 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,18 +16,33 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rename:
-    """Tensors under module `theirs` are called `ours` here; `permute` turns their axes into ours (JAX kernels)."""
+    """Tensors under module `theirs` are called `ours` here; `permute` turns their axes into ours (JAX kernels).
+
+    part: (number, count) when ours is one of `count` equal blocks of rows of theirs (fused projections). Such renames come in
+    full sets, one for each part.
+    """
 
     theirs: str
     ours: str
     permute: tuple[int, ...] | None = None
+    part: tuple[int, int] | None = None
+
+    def our_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape here of a tensor of `shape` there."""
+        if self.permute is not None and len(shape) == len(self.permute):
+            shape = tuple(shape[axis] for axis in self.permute)
+        return shape if self.part is None else (shape[0] // self.part[1], *shape[1:])
 
     def to_ours(self, tensor: Tensor) -> Tensor:
         """Their layout of axes -> ours."""
+        if self.part is not None:
+            number, count = self.part
+            # Own memory: files refuse tensors that share theirs.
+            return tensor.chunk(count)[number].clone()
         return tensor if self.permute is None else tensor.permute(self.permute).contiguous()
 
     def to_theirs(self, tensor: Tensor) -> Tensor:
-        """Our layout of axes -> theirs."""
+        """Our layout of axes -> theirs (of a part: its own rows, unchanged)."""
         if self.permute is None:
             return tensor
         inverse = [self.permute.index(axis) for axis in range(len(self.permute))]
@@ -50,6 +65,14 @@ class Ignored:
 
     pattern: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Names that mark a checkpoint of another model: the regular expression `found`, and what to tell the user."""
+
+    found: str
+    problem: str
 
 
 @dataclass(frozen=True)
@@ -76,6 +99,11 @@ class KeyMap:
     ties: tuple[Tie, ...] = ()
     ignored: tuple[Ignored, ...] = ()
     spellings: tuple[Spelling, ...] = ()
+    foreign: tuple[Foreign, ...] = ()
+
+    def foreign_because(self, names: Iterable[str]) -> str | None:
+        """What is known about a checkpoint with these names that is not of this family; None: nothing."""
+        return next((rule.problem for name in names for rule in self.foreign if re.search(rule.found, name)), None)
 
     def canonical(self, name: str) -> str:
         """`name` in the layout's own current spelling."""
@@ -92,11 +120,18 @@ class KeyMap:
 
     def to_ours(self, name: str) -> Located | None:
         """Where the canonical released `name` belongs, or None when no rule knows it."""
+        return next(iter(self.all_ours(name)), None)
+
+    def all_ours(self, name: str) -> list[Located]:
+        """Everything that the canonical released `name` holds: the parts of a fused tensor, else at most one."""
+        found: list[Located] = []
         for rename, theirs, _ in self._rules:
             match = theirs.fullmatch(name)
             if match:
-                return Located(_filled(rename.ours, match), rename)
-        return None
+                found.append(Located(_filled(rename.ours, match), rename))
+                if rename.part is None:
+                    break
+        return found
 
     def to_theirs(self, name: str) -> Located | None:
         """The released name of our `name` (in `Located.ours`), or None when no rule knows it."""

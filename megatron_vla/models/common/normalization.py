@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron_vla.models.common.precision import dtype_of
 from megatron_vla.parallel.linear import replicated_linear
 from megatron_vla.parallel.sequence_parallel import RowOwners
 
@@ -38,17 +39,22 @@ def _rms_normalized(hidden_BSH: Tensor, epsilon: float) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Gemma's RMSNorm: `x / rms(x) * (1 + weight)`. The stored weight is the offset from one (zero = identity scale)."""
+    """`x / rms(x) * (offset + weight)`.
 
-    def __init__(self, hidden_size: int, epsilon: float) -> None:
+    offset 1 is Gemma's form: the stored weight is the difference from one (zero = identity scale). offset 0 is the usual form.
+    """
+
+    def __init__(self, hidden_size: int, epsilon: float, offset: float = 1.0) -> None:
         super().__init__()
         self.epsilon = epsilon
+        self.offset = offset
         self.weight = nn.Parameter(torch.zeros(hidden_size))
 
     def forward(self, hidden_BSH: Tensor) -> Tensor:
         """Same shape and dtype as the input."""
         normalized_BSH = _rms_normalized(hidden_BSH, self.epsilon)
-        return (normalized_BSH * (1.0 + self.weight.to(normalized_BSH.dtype))).to(hidden_BSH.dtype)
+        weight_H = self.weight.to(normalized_BSH.dtype)
+        return (normalized_BSH * (self.offset + weight_H if self.offset else weight_H)).to(hidden_BSH.dtype)
 
 
 class AdaptiveRMSNorm(nn.Module):
@@ -74,3 +80,38 @@ class AdaptiveRMSNorm(nn.Module):
         wide = normalized_BSH.dtype
         adapted_BSH = normalized_BSH * (1.0 + scale_B1H.to(wide)) + shift_B1H.to(wide)
         return adapted_BSH.to(hidden_BSH.dtype), gate_B1H.to(hidden_BSH.dtype)
+
+
+class AdaptiveLayerNorm(nn.Module):
+    """LayerNorm without weights of its own; scale and shift are linear in a condition vector (two chunks of `dense`).
+
+    shift_first: order of the chunks. Sequence parallelism as in AdaptiveRMSNorm.
+    """
+
+    def __init__(self, hidden_size: int, condition_size: int, epsilon: float, *, shift_first: bool) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.shift_first = shift_first
+        self.dense = replicated_linear(condition_size, 2 * hidden_size, bias=True)
+
+    def forward(self, hidden_BSH: Tensor, condition_BC: Tensor, owners: RowOwners | None = None) -> Tensor:
+        """LN(hidden) * (1 + scale) + shift in the dtype of `hidden_BSH`; with `owners` hidden are this rank's rows [R, H]."""
+        modulation_BM = self.dense(condition_BC.to(dtype_of(self.dense)))
+        modulation_B1M = modulation_BM.unsqueeze(1) if owners is None else owners.per_row(modulation_BM)
+        first_B1H, second_B1H = modulation_B1M.chunk(2, dim=-1)
+        scale_B1H, shift_B1H = (second_B1H, first_B1H) if self.shift_first else (first_B1H, second_B1H)
+        wide = at_least_fp32(hidden_BSH.dtype)
+        normalized_BSH = F.layer_norm(hidden_BSH.to(wide), (hidden_BSH.shape[-1],), eps=self.epsilon)
+        return (normalized_BSH * (1.0 + scale_B1H.to(wide)) + shift_B1H.to(wide)).to(hidden_BSH.dtype)
+
+
+class PlainLayerNorm(nn.Module):
+    """LayerNorm without weights."""
+
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+
+    def forward(self, hidden_BSH: Tensor) -> Tensor:
+        """Normalise the last axis."""
+        return F.layer_norm(hidden_BSH, (hidden_BSH.shape[-1],), eps=self.epsilon).to(hidden_BSH.dtype)

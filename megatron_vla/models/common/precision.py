@@ -20,6 +20,11 @@ def parameter_dtype(config: ModelConfig) -> torch.dtype:
     return torch.float64 if config.fp64 else torch.float32
 
 
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """Dtype of a module's first parameter."""
+    return next(module.parameters()).dtype
+
+
 def set_parameter_dtypes(model: nn.Module, dtype: torch.dtype, fp32_patterns: Sequence[str]) -> None:
     """Give every parameter `dtype`; in a bf16 model those under `fp32_patterns` stay fp32. Keeps the Parameter objects."""
     unused = set(fp32_patterns)

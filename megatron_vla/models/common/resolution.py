@@ -53,6 +53,10 @@ def resolve(
 ) -> Resolution:
     """Match every tensor of `source` with the parameters `expected` (name -> shape); everything wrong becomes a finding."""
     resolution = Resolution()
+    foreign = key_map.foreign_because(source.files)
+    if foreign is not None:
+        resolution.findings.append(error(where, foreign, "use a checkpoint of this family and version"))
+        return resolution
     unexpected = _match_names(source, expected, key_map, resolution)
     for pattern in reinitialize:
         names = [name for name in expected if covers(pattern, name)]
@@ -85,26 +89,38 @@ def _match_names(
     unexpected: dict[str, str] = {}
     for name in source.files:
         if key_map.to_theirs(name) is not None:  # already our name
-            ours, rename, canonical = name, None, name
-        else:
-            canonical = key_map.canonical(name)
-            reason = key_map.ignored_because(canonical)
-            if reason is not None:
-                resolution.extras[name] = reason
-                continue
-            tie = key_map.tie_of(canonical)
-            located = key_map.to_ours(tie.names[0] if tie else canonical)
-            if located is None:
-                unexpected[name] = name
-                continue
-            ours, rename = located.ours, located.rename
-        if ours not in expected:
-            unexpected[name] = ours
-        elif ours in resolution.found:
-            _add_copy(resolution.found[ours], name, canonical, key_map)
-        else:
-            resolution.found[ours] = Found(name, rename)
+            _add(resolution, unexpected, expected, key_map, Found(name, None), name, name)
+            continue
+        canonical = key_map.canonical(name)
+        reason = key_map.ignored_because(canonical)
+        if reason is not None:
+            resolution.extras[name] = reason
+            continue
+        tie = key_map.tie_of(canonical)
+        all_located = key_map.all_ours(tie.names[0] if tie else canonical)
+        if not all_located:
+            unexpected[name] = name
+        for located in all_located:
+            _add(resolution, unexpected, expected, key_map, Found(name, located.rename), located.ours, canonical)
     return unexpected
+
+
+def _add(
+    resolution: Resolution,
+    unexpected: dict[str, str],
+    expected: Mapping[str, tuple[int, ...]],
+    key_map: KeyMap,
+    found: Found,
+    ours: str,
+    canonical: str,
+) -> None:
+    """Note that the source's `found` is our parameter `ours`."""
+    if ours not in expected:
+        unexpected[found.name] = ours
+    elif ours in resolution.found:
+        _add_copy(resolution.found[ours], found.name, canonical, key_map)
+    else:
+        resolution.found[ours] = found
 
 
 def _add_copy(found: Found, name: str, canonical: str, key_map: KeyMap) -> None:
@@ -132,8 +148,7 @@ def _shape_findings(
     for ours, found in resolution.found.items():
         for name in (found.name, *found.copies):
             shape = source.shapes[name]
-            if found.rename is not None and found.rename.permute is not None and len(shape) == len(found.rename.permute):
-                shape = tuple(shape[axis] for axis in found.rename.permute)
+            shape = shape if found.rename is None else found.rename.our_shape(shape)
             if shape == expected[ours]:
                 continue
             flag = _flag_of(ours, shape, expected[ours], shape_flags)

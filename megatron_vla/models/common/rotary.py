@@ -5,6 +5,7 @@ Shape legend: B samples, S tokens, N heads, D head width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,16 +30,50 @@ class RotaryTable(NamedTuple):
         return RotaryTable(self.cos_B1SD[:, :, start:stop], self.sin_B1SD[:, :, start:stop])
 
 
+def inverse_frequencies(head_width: int, theta: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """theta^(-2i / head_width), i < head_width / 2, in `dtype`."""
+    exponent_D = torch.arange(0, head_width, 2, device=device, dtype=dtype) / head_width
+    return 1.0 / theta**exponent_D
+
+
 def rotary_table(position_BS: Tensor, head_width: int, theta: float, dtype: torch.dtype) -> RotaryTable:
     """Angles position * theta^(-2i / head_width), i < head_width / 2, in at least fp32.
 
     `dtype` is the activations' dtype: bf16 and fp32 models get an fp32 table, fp64 models an fp64 one.
     """
     wide = at_least_fp32(dtype)
-    exponent_D = torch.arange(0, head_width, 2, device=position_BS.device, dtype=wide) / head_width
-    inverse_frequency_D = 1.0 / theta**exponent_D
-    angle_B1SD = (position_BS.to(wide).unsqueeze(-1) * inverse_frequency_D).unsqueeze(1)
+    frequency_D = inverse_frequencies(head_width, theta, position_BS.device, wide)
+    return table_of_angles(position_BS.to(wide).unsqueeze(-1) * frequency_D)
+
+
+def table_of_angles(angle_BSD: Tensor) -> RotaryTable:
+    """Table of given angles [B, S, D/2], in their dtype."""
+    angle_B1SD = angle_BSD.unsqueeze(1)
     return RotaryTable(angle_B1SD.cos(), angle_B1SD.sin())
+
+
+def sectioned_rotary_table(
+    position_3BS: Tensor, sections: Sequence[int], head_width: int, theta: float, dtype: torch.dtype
+) -> RotaryTable:
+    """Table of tokens with three positions each (interleaved M-RoPE of Qwen3-VL).
+
+    Frequency k turns with the second position for k = 1, 4, 7, ... (`sections[1]` of them), with the third for k = 2, 5, 8, ...
+    (`sections[2]`), and with the first otherwise. Only device arithmetic: nothing is copied from the host.
+    """
+    wide = at_least_fp32(dtype)
+    frequency_D = inverse_frequencies(head_width, theta, position_3BS.device, wide)
+    place_D = torch.arange(head_width // 2, device=position_3BS.device)
+    first, second, third = position_3BS.to(wide).unsqueeze(-1).unbind(0)
+    uses_second_D = (place_D % 3 == 1) & (place_D < 3 * sections[1])
+    uses_third_D = (place_D % 3 == 2) & (place_D < 3 * sections[2])
+    return table_of_angles(torch.where(uses_third_D, third, torch.where(uses_second_D, second, first)) * frequency_D)
+
+
+def plane_rotary_table(place_BS2: Tensor, head_width: int, theta: float, dtype: torch.dtype) -> RotaryTable:
+    """Table of tokens in a plane: the first half of the frequencies turns with the row, the second half with the column."""
+    wide = at_least_fp32(dtype)
+    frequency_D = inverse_frequencies(head_width // 2, theta, place_BS2.device, wide)
+    return table_of_angles((place_BS2.to(wide).unsqueeze(-1) * frequency_D).flatten(-2))
 
 
 def rotate(heads_BNSD: Tensor, table: RotaryTable) -> Tensor:

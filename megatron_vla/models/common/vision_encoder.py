@@ -1,8 +1,10 @@
 """SigLIP vision tower (arXiv:2303.15343): patches, learned positions, pre-norm layers, final norm, no pooling head.
 
+The layers also serve towers with rotary positions and images of different sizes (VisionPlan).
+
 Between the matrices the residual stream [I, S, H] may be this rank's rows [R, H] (see parallel/sequence_parallel.py).
 
-Shape legend: I images, C channels, Y X pixel rows and columns, S patches, H hidden, N heads, D head width.
+Shape legend: I images, C channels, Y X pixel rows and columns, S patches of an image, P patches of all images, H hidden.
 """
 
 from __future__ import annotations
@@ -12,26 +14,33 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megatron_vla.models.common.attention import AttentionBackend, attend
+from megatron_vla.models.common.feed_forward import FeedForward
+from megatron_vla.models.common.multi_head_attention import MultiHeadAttention
 from megatron_vla.models.common.normalization import LayerNorm
-from megatron_vla.parallel.linear import column_parallel_linear, row_parallel_linear
-from megatron_vla.parallel.sequence_parallel import gather_rows, gather_samples, split_rows
+from megatron_vla.models.common.rotary import RotaryTable, rotate
+from megatron_vla.parallel.sequence_parallel import gather_samples, split_rows
 from megatron_vla.parallel.tensor_parallel import NOT_PARALLEL, TensorParallel, on_token_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionSizes:
-    """Sizes of one tower; `image_size` and `patch_size` in pixels."""
+class VisionLayerSizes:
+    """Sizes of one layer."""
+
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    norm_epsilon: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionSizes(VisionLayerSizes):
+    """Sizes of one SigLIP tower; `image_size` and `patch_size` in pixels."""
 
     image_size: int
     patch_size: int
-    hidden_size: int
-    ffn_hidden_size: int
     num_layers: int
-    num_attention_heads: int
-    norm_epsilon: float
 
     @property
     def num_patches(self) -> int:
@@ -53,58 +62,75 @@ class VisionEmbeddings(nn.Module):
         return patches_IHYX.flatten(2).transpose(1, 2) + self.position_embedding.weight
 
 
-class VisionAttention(nn.Module):
-    """Full self-attention with biases and no mask."""
+@dataclass(frozen=True)
+class PaddedImages:
+    """Images of different sizes that lie end to end: their rows as a padded batch [I, S] (-1: padding), and back [P]."""
 
-    def __init__(self, sizes: VisionSizes, backend: AttentionBackend, tensor_parallel: TensorParallel) -> None:
-        super().__init__()
-        self.backend = backend
-        self.tensor_parallel = tensor_parallel
-        self.num_patches = sizes.num_patches
-        self.head_width = sizes.hidden_size // sizes.num_attention_heads
-        hidden = sizes.hidden_size
-        self.q_proj = column_parallel_linear(hidden, hidden, bias=True, tensor_parallel=tensor_parallel)
-        self.k_proj = column_parallel_linear(hidden, hidden, bias=True, tensor_parallel=tensor_parallel)
-        self.v_proj = column_parallel_linear(hidden, hidden, bias=True, tensor_parallel=tensor_parallel)
-        self.out_proj = row_parallel_linear(hidden, hidden, bias=True, tensor_parallel=tensor_parallel)
+    row_IS: Tensor
+    slot_P: Tensor
+    mask_I11S: Tensor
 
-    def forward(self, hidden_ISH: Tensor) -> Tensor:
-        """[I, S, H] -> [I, S, H]."""
-        hidden_ISH = gather_samples(hidden_ISH, self.num_patches, self.tensor_parallel)
-        query, key, value = (
-            project(hidden_ISH).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
+    def split(self, rows_1PH: Tensor) -> Tensor:
+        """[1, P, H] -> [I, S, H]; padding repeats row 0, and the mask hides it."""
+        return rows_1PH[0][self.row_IS.clamp(min=0)]
+
+    def join(self, images_ISH: Tensor) -> Tensor:
+        """[I, S, H] -> [1, P, H]."""
+        return images_ISH.flatten(0, 1)[self.slot_P][None]
+
+
+@dataclass(frozen=True)
+class VisionPlan:
+    """What all layers of one forward pass share.
+
+    num_tokens: axis 1 of the tokens between the layers, one image's patches [I, S, H], or all patches [1, P, H] with `padded`.
+    rotary: of every image's patches; None: no rotary positions.
+    """
+
+    num_tokens: int
+    rotary: RotaryTable | None = None
+    padded: PaddedImages | None = None
+
+
+class VisionAttention(MultiHeadAttention):
+    """Self-attention inside each image."""
+
+    def __init__(self, sizes: VisionLayerSizes, backend: AttentionBackend, tensor_parallel: TensorParallel) -> None:
+        super().__init__(
+            sizes.hidden_size,
+            num_heads=sizes.num_attention_heads,
+            head_width=sizes.hidden_size // sizes.num_attention_heads,
+            backend=backend,
+            tensor_parallel=tensor_parallel,
         )
-        return self.out_proj(attend(query, key, value, None, self.backend))
 
-
-class VisionMlp(nn.Module):
-    """fc2(gelu_tanh(fc1(x)))."""
-
-    def __init__(self, sizes: VisionSizes, tensor_parallel: TensorParallel) -> None:
-        super().__init__()
-        self.tensor_parallel = tensor_parallel
-        self.fc1 = column_parallel_linear(sizes.hidden_size, sizes.ffn_hidden_size, bias=True, tensor_parallel=tensor_parallel)
-        self.fc2 = row_parallel_linear(sizes.ffn_hidden_size, sizes.hidden_size, bias=True, tensor_parallel=tensor_parallel)
-
-    def forward(self, hidden_ISH: Tensor) -> Tensor:
-        """[I, S, H] -> [I, S, H]."""
-        return self.fc2(F.gelu(self.fc1(gather_rows(hidden_ISH, self.tensor_parallel)), approximate="tanh"))
+    def forward(self, hidden_ISH: Tensor, plan: VisionPlan) -> Tensor:
+        """[I, S, H] -> [I, S, H] (or [1, P, H], see VisionPlan)."""
+        hidden_ISH = gather_samples(hidden_ISH, plan.num_tokens, self.tensor_parallel)
+        projected = [project(hidden_ISH) for project in (self.q_proj, self.k_proj, self.v_proj)]
+        if plan.padded is not None:
+            projected = [plan.padded.split(rows) for rows in projected]
+        query, key, value = (self.split_heads(tokens) for tokens in projected)
+        if plan.rotary is not None:
+            query, key = rotate(query, plan.rotary), rotate(key, plan.rotary)
+        mask = None if plan.padded is None else plan.padded.mask_I11S
+        attended_ISH = attend(query, key, value, mask, self.backend)
+        return self.out_proj(attended_ISH if plan.padded is None else plan.padded.join(attended_ISH))
 
 
 class VisionLayer(nn.Module):
     """One pre-norm encoder layer."""
 
-    def __init__(self, sizes: VisionSizes, backend: AttentionBackend, tensor_parallel: TensorParallel) -> None:
+    def __init__(self, sizes: VisionLayerSizes, backend: AttentionBackend, tensor_parallel: TensorParallel) -> None:
         super().__init__()
         self.layer_norm1 = on_token_rows(LayerNorm(sizes.hidden_size, eps=sizes.norm_epsilon), tensor_parallel)
         self.self_attn = VisionAttention(sizes, backend, tensor_parallel)
         self.layer_norm2 = on_token_rows(LayerNorm(sizes.hidden_size, eps=sizes.norm_epsilon), tensor_parallel)
-        self.mlp = VisionMlp(sizes, tensor_parallel)
+        self.mlp = FeedForward(sizes.hidden_size, sizes.ffn_hidden_size, tensor_parallel)
 
-    def forward(self, hidden_ISH: Tensor) -> Tensor:
+    def forward(self, hidden_ISH: Tensor, plan: VisionPlan) -> Tensor:
         """[I, S, H] -> [I, S, H]."""
-        hidden_ISH = hidden_ISH + self.self_attn(self.layer_norm1(hidden_ISH))
+        hidden_ISH = hidden_ISH + self.self_attn(self.layer_norm1(hidden_ISH), plan)
         return hidden_ISH + self.mlp(self.layer_norm2(hidden_ISH))
 
 
@@ -119,6 +145,7 @@ class VisionEncoder(nn.Module):
         self.layers = nn.ModuleList(VisionLayer(sizes, backend, tensor_parallel) for _ in range(sizes.num_layers))
         self.post_layernorm = on_token_rows(LayerNorm(sizes.hidden_size, eps=sizes.norm_epsilon), tensor_parallel)
         self.tensor_parallel = tensor_parallel
+        self.num_patches = sizes.num_patches
 
     @property
     def stream_dtype(self) -> torch.dtype:
@@ -129,6 +156,7 @@ class VisionEncoder(nn.Module):
         """Images in [-1, 1] -> features [I, S, H] (a residual stream) in the dtype of the layers' matrices."""
         hidden_ISH = self.embeddings(images_ICYX)
         hidden_ISH = split_rows(hidden_ISH.to(self.stream_dtype), self.tensor_parallel)
+        plan = VisionPlan(self.num_patches)
         for layer in self.layers:
-            hidden_ISH = layer(hidden_ISH)
+            hidden_ISH = layer(hidden_ISH, plan)
         return self.post_layernorm(hidden_ISH)

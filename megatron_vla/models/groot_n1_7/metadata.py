@@ -194,7 +194,7 @@ class MetadataMaker:
         side, merge = self.config.position_table_side, self.config.vision_spatial_merge_size
         parts = {grid: grid_positions(grid, side, merge) for grid in set(grids)}
         tables, weights, places = zip(*(parts[grid] for grid in grids), strict=True)
-        weight_4P = np.concatenate(weights, axis=1).astype(self.share_dtype)
+        weight_4P: np.ndarray = np.concatenate(weights, axis=1).astype(self.share_dtype)
         return VisionMetadata(np.concatenate(tables, axis=1), weight_4P, np.concatenate(places), *image_blocks(grids))
 
     def row(self, tokens_S: np.ndarray, is_valid_S: np.ndarray, grids: Sequence[Grid]) -> RowMetadata:

@@ -1,0 +1,54 @@
+"""Attention with biases and one key head per query head: vision towers, vision-language layers, diffusion transformers.
+
+Shape legend: B samples, Q query tokens, K key tokens, H hidden, N heads, D head width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron_vla.models.common.attention import AttentionBackend, attend
+from megatron_vla.models.common.decoder_layer import KeyValue
+from megatron_vla.parallel.linear import column_parallel_linear, row_parallel_linear
+from megatron_vla.parallel.tensor_parallel import TensorParallel
+
+
+class MultiHeadAttention(nn.Module):
+    """q, k, v and out projections. `memory_size`: width of what keys and values are made of, when they are not the queries'.
+
+    Inputs are tokens that column-parallel matrices read (gathered); the output is a residual stream.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        head_width: int,
+        backend: AttentionBackend,
+        tensor_parallel: TensorParallel,
+        memory_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.backend = backend
+        self.tensor_parallel = tensor_parallel
+        self.head_width = head_width
+        inner = num_heads * head_width
+        memory_size = hidden_size if memory_size is None else memory_size
+        self.q_proj = column_parallel_linear(hidden_size, inner, bias=True, tensor_parallel=tensor_parallel)
+        self.k_proj = column_parallel_linear(memory_size, inner, bias=True, tensor_parallel=tensor_parallel)
+        self.v_proj = column_parallel_linear(memory_size, inner, bias=True, tensor_parallel=tensor_parallel)
+        self.out_proj = row_parallel_linear(inner, hidden_size, bias=True, tensor_parallel=tensor_parallel)
+
+    def split_heads(self, projected_BSH: Tensor) -> Tensor:
+        """[B, S, N * D] -> [B, N, S, D]."""
+        return projected_BSH.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+
+    def key_value(self, memory_BKH: Tensor) -> KeyValue:
+        """Keys and values [B, N, K, D] of the tokens that are read."""
+        return KeyValue(self.split_heads(self.k_proj(memory_BKH)), self.split_heads(self.v_proj(memory_BKH)))
+
+    def read(self, tokens_BQH: Tensor, memory: KeyValue, mask_B11K: Tensor | None = None) -> Tensor:
+        """What the tokens read from `memory`, [B, Q, H]."""
+        query_BNQD = self.split_heads(self.q_proj(tokens_BQH))
+        return self.out_proj(attend(query_BNQD, *memory, mask_B11K, self.backend))

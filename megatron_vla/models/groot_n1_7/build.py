@@ -1,0 +1,148 @@
+"""Build GR00T N1.7: structure, parameter dtypes, first values, in this order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_vla.config.run import RunConfig
+from megatron_vla.models.common import initialization as draw
+from megatron_vla.models.common.attention import AttentionBackend
+from megatron_vla.models.common.precision import parameter_dtype, set_parameter_dtypes
+from megatron_vla.models.groot_n1_7.config import GrootN17Config
+from megatron_vla.models.groot_n1_7.flops import model_units
+from megatron_vla.models.groot_n1_7.model import GrootN17Model
+from megatron_vla.models.groot_n1_7.samples import mock_prompt_tokens, num_image_tokens
+from megatron_vla.optimizations.patterns import covers
+from megatron_vla.parallel.parameter_shard import mark_not_decayed
+from megatron_vla.parallel.stage_plan import ModelUnits
+from megatron_vla.parallel.tensor_parallel import NOT_PARALLEL, TensorParallel, tensor_parallel_of
+
+# Kept in fp32 in bf16 modules: everything cheap whose rounding error reaches every token or the action interface.
+FP32_PATTERNS = (
+    "vision_tower.position_embedding",
+    "vision_tower.layers.*.layer_norm1",
+    "vision_tower.layers.*.layer_norm2",
+    "vision_tower.merger.norm",
+    "vision_tower.deepstack_mergers.*.norm",
+    "text_layers.*.input_norm",
+    "text_layers.*.post_attention_norm",
+    "text_layers.*.attention.q_norm",
+    "text_layers.*.attention.k_norm",
+    "text_norm",
+    "vl_norm",
+    "vl_layers.*.norm1",
+    "vl_layers.*.norm2",
+    "state_encoder.fc1",
+    "action_encoder.fc1",
+    "action_decoder.fc2",
+    "action_position_embedding",
+    "time_mlp_in",
+    "time_mlp_out",
+)
+BACKBONE_PATTERNS = ("vision_tower", "token_embedding", "text_layers", "text_norm")
+NORM_PATTERNS = tuple(p for p in FP32_PATTERNS if p.rpartition(".")[2] in ("norm", "q_norm", "k_norm") or "norm" in p)
+EMBODIMENT_PATTERNS = ("state_encoder", "action_encoder", "action_decoder")
+
+# Assumed for balancing pipeline stages when no flag names the cameras.
+DEFAULT_VIEWS = 2
+
+# First match decides.
+_WEIGHT_RULES: tuple[tuple[str, draw.Initializer], ...] = (
+    *((pattern, draw.ones) for pattern in NORM_PATTERNS),
+    ("vision_tower", draw.normal(0.02)),
+    ("token_embedding", draw.normal(0.02)),
+    ("text_layers", draw.normal(0.02)),
+    *((pattern, draw.normal(0.02)) for pattern in EMBODIMENT_PATTERNS),
+    ("action_position_embedding", draw.normal(0.02)),
+    # torch's own default for linear layers, which the released head starts from.
+    ("vl_layers", draw.inverse_sqrt_fan_in_uniform),
+    ("dit_layers", draw.inverse_sqrt_fan_in_uniform),
+    ("time_mlp_in", draw.inverse_sqrt_fan_in_uniform),
+    ("time_mlp_out", draw.inverse_sqrt_fan_in_uniform),
+    ("output_norm", draw.inverse_sqrt_fan_in_uniform),
+    ("output_proj", draw.inverse_sqrt_fan_in_uniform),
+)
+
+
+def initializer_of(name: str) -> draw.Initializer:
+    """Distribution of the first values of parameter `name`; all biases start at zero."""
+    if name.endswith(".bias"):
+        return draw.zeros
+    return next(initializer for pattern, initializer in _WEIGHT_RULES if covers(pattern, name))
+
+
+def initialize(model: nn.Module, seed: int) -> None:
+    """Draw all first values from `seed`."""
+    draw.initialize_parameters(model, initializer_of, seed)
+
+
+def build_module(
+    config: GrootN17Config,
+    *,
+    attention_backend: AttentionBackend = "sdpa",
+    tensor_parallel: TensorParallel = NOT_PARALLEL,
+    kind: type[GrootN17Model] = GrootN17Model,
+) -> GrootN17Model:
+    """The module structure alone; under `torch.device("meta")` it costs no memory."""
+    model = kind(config, attention_backend=attention_backend, tensor_parallel=tensor_parallel)
+    if not config.decay_biases_and_norms:
+        for name, parameter in model.named_parameters():
+            if not is_decayed_by_recipe(name):
+                mark_not_decayed(parameter)
+    return model
+
+
+def is_decayed_by_recipe(name: str) -> bool:
+    """The released recipe's groups: biases and norms do not decay, but per-embodiment biases do."""
+    if any(covers(pattern, name) for pattern in EMBODIMENT_PATTERNS):
+        return True
+    return not (name.endswith(".bias") or any(covers(pattern, name) for pattern in NORM_PATTERNS))
+
+
+def set_dtypes(model: GrootN17Model, dtype: torch.dtype) -> None:
+    """Give trained modules `dtype` (with fp32 exceptions in bf16) and frozen backbone modules --frozen-dtype."""
+    set_parameter_dtypes(model, dtype, FP32_PATTERNS)
+    if model.config.frozen_dtype == "as_model" or dtype == torch.float64:
+        return
+    for name, parameter in model.named_parameters():
+        is_backbone = any(covers(pattern, name) for pattern in BACKBONE_PATTERNS)
+        if is_backbone and not parameter.requires_grad and not any(covers(pattern, name) for pattern in FP32_PATTERNS):
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def skeleton(config: RunConfig) -> GrootN17Model:
+    """The whole model without memory."""
+    with torch.device("meta"):
+        return build_module(config.family, attention_backend=config.optimization.attention_backend)
+
+
+def build(config: RunConfig, groups: Any = None) -> GrootN17Model:
+    """GR00T N1.7 on this rank's device (`groups.device`; CPU without groups), drawn from --seed whatever the rank."""
+    with torch.device("meta"):
+        model = build_module(
+            config.family,
+            attention_backend=config.optimization.attention_backend,
+            tensor_parallel=tensor_parallel_of(config.parallel, groups),
+        )
+    set_dtypes(model, parameter_dtype(config.model))
+    draw.materialize(model, groups.device if groups is not None else torch.device("cpu"))
+    initialize(model, config.training.seed)
+    return model
+
+
+def pipeline_units(config: RunConfig) -> ModelUnits:
+    """The model's parts with their FLOPs. Cameras that no flag names (found in the data) only shift the balance."""
+    data, family = config.data, config.family
+    views = data.num_images or (data.mock_num_cameras if data.mock_data else len(data.camera_map)) or DEFAULT_VIEWS
+    tokens = family.max_prompt_length
+    if data.mock_data:
+        tokens = min(tokens, mock_prompt_tokens(family, views, data.mock_prompt_length))
+    image_tokens = views * num_image_tokens(family)
+    return model_units(
+        family,
+        patches_of_images=[family.merge_unit * num_image_tokens(family)] * views,
+        num_tokens=max(tokens, image_tokens),
+    )

@@ -1,0 +1,27 @@
+"""GR00T N1.7 as the rest of the project knows it."""
+
+from __future__ import annotations
+
+from megatron_vla.models.groot_n1_7.build import build, pipeline_units, skeleton
+from megatron_vla.models.groot_n1_7.check import check
+from megatron_vla.models.groot_n1_7.config import VARIANTS, GrootN17Config
+from megatron_vla.models.groot_n1_7.convert import CONVERTER
+from megatron_vla.models.groot_n1_7.forward_step import BATCH_FIELDS, METRIC_NAMES, forward_step
+from megatron_vla.models.groot_n1_7.samples import build_assembler, build_mock_source, draws
+from megatron_vla.models.registry import ModelFamily, SampleRules
+
+FAMILY = ModelFamily(
+    name="groot_n1_7",
+    config_type=GrootN17Config,
+    variants=VARIANTS,
+    build=build,
+    skeleton=skeleton,
+    forward_step=forward_step,
+    check=check,
+    converter=CONVERTER,
+    block_names=("vision_tower.layers.*", "text_layers.*", "vl_layers.*", "dit_layers.*"),
+    metric_names=METRIC_NAMES,
+    pipeline_units=pipeline_units,
+    batch_fields=BATCH_FIELDS,
+    samples=SampleRules(draws=draws, build_mock_source=build_mock_source, build_assembler=build_assembler),
+)

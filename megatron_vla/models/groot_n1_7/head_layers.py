@@ -1,0 +1,102 @@
+"""Layers of GR00T's action head: vision-language self-attention and the blocks of the diffusion transformer (DiT).
+
+Under sequence parallelism the streams between the layers are this rank's rows.
+
+Shape legend: B samples, S vision-language tokens, K tokens that a block reads, Z state and action tokens, H their widths, C
+condition width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron_vla.models.common.attention import AttentionBackend
+from megatron_vla.models.common.decoder_layer import KeyValue
+from megatron_vla.models.common.dropout import Dropout, twice
+from megatron_vla.models.common.feed_forward import FeedForward
+from megatron_vla.models.common.multi_head_attention import MultiHeadAttention
+from megatron_vla.models.common.normalization import AdaptiveLayerNorm, LayerNorm, PlainLayerNorm
+from megatron_vla.models.groot_n1_7.config import GrootN17Config
+from megatron_vla.parallel.sequence_parallel import RowOwners, gather_samples
+from megatron_vla.parallel.tensor_parallel import TensorParallel, on_token_rows
+
+HEAD_NORM_EPSILON = 1e-5
+OUTPUT_NORM_EPSILON = 1e-6
+
+
+class VisionLanguageLayer(nn.Module):
+    """Pre-norm self-attention over all tokens of the backbone, padding included unless `mask` says otherwise."""
+
+    def __init__(self, config: GrootN17Config, backend: AttentionBackend, tensor_parallel: TensorParallel) -> None:
+        super().__init__()
+        self.tensor_parallel = tensor_parallel
+        width = config.hidden_size
+        self.norm1 = on_token_rows(LayerNorm(width, eps=HEAD_NORM_EPSILON), tensor_parallel)
+        self.attention = MultiHeadAttention(
+            width,
+            num_heads=config.vl_num_attention_heads,
+            head_width=width // config.vl_num_attention_heads,
+            backend=backend,
+            tensor_parallel=tensor_parallel,
+        )
+        # The released code drops twice in a row; one dropout with the joint probability has the same distribution.
+        self.dropout = Dropout(twice(config.dropout), is_split=tensor_parallel.sequence_parallel)
+        self.norm2 = on_token_rows(LayerNorm(width, eps=HEAD_NORM_EPSILON), tensor_parallel)
+        self.mlp = FeedForward(width, config.vl_ffn_hidden_size, tensor_parallel, dropout=config.dropout)
+
+    def forward(self, hidden_BSH: Tensor, num_tokens: int, mask_B11S: Tensor | None) -> Tensor:
+        """Residual stream -> residual stream."""
+        tokens_BSH = gather_samples(self.norm1(hidden_BSH), num_tokens, self.tensor_parallel)
+        attended = self.attention.read(tokens_BSH, self.attention.key_value(tokens_BSH), mask_B11S)
+        hidden_BSH = hidden_BSH + self.dropout(attended)
+        return hidden_BSH + self.mlp(self.norm2(hidden_BSH))
+
+
+class DitBlock(nn.Module):
+    """One block: adaptive norm, attention (own tokens, or text or image tokens of the backbone), MLP."""
+
+    def __init__(self, config: GrootN17Config, index: int, backend: AttentionBackend, tensor_parallel: TensorParallel) -> None:
+        super().__init__()
+        self.tensor_parallel = tensor_parallel
+        width = config.dit_hidden_size
+        self.reads_backbone = index % 2 == 0
+        self.norm1 = AdaptiveLayerNorm(width, width, HEAD_NORM_EPSILON, shift_first=False)
+        self.attention = MultiHeadAttention(
+            width,
+            num_heads=config.dit_num_attention_heads,
+            head_width=config.dit_kv_channels,
+            backend=backend,
+            tensor_parallel=tensor_parallel,
+            memory_size=config.hidden_size if self.reads_backbone else None,
+        )
+        self.dropout = Dropout(twice(config.dropout), is_split=tensor_parallel.sequence_parallel)
+        self.norm2 = PlainLayerNorm(HEAD_NORM_EPSILON)
+        self.mlp = FeedForward(width, config.dit_ffn_hidden_size, tensor_parallel, dropout=config.dropout)
+
+    def forward(
+        self,
+        hidden_BZH: Tensor,
+        condition_BC: Tensor,
+        num_tokens: int,
+        owners: RowOwners | None,
+        memory_BKH: Tensor | None,
+        mask_B11K: Tensor | None,
+    ) -> Tensor:
+        """Next hidden. memory_BKH: what a block that reads the backbone reads (already gathered); None: its own tokens."""
+        memory = None if memory_BKH is None else self.attention.key_value(memory_BKH)
+        return self.with_memory(hidden_BZH, condition_BC, num_tokens, owners, memory, mask_B11K)
+
+    def with_memory(
+        self,
+        hidden_BZH: Tensor,
+        condition_BC: Tensor,
+        num_tokens: int,
+        owners: RowOwners | None,
+        memory: KeyValue | None,
+        mask_B11K: Tensor | None,
+    ) -> Tensor:
+        """`forward` with keys and values that were computed before (sampling does so once for all steps)."""
+        tokens_BZH = gather_samples(self.norm1(hidden_BZH, condition_BC, owners), num_tokens, self.tensor_parallel)
+        memory = self.attention.key_value(tokens_BZH) if memory is None else memory
+        hidden_BZH = hidden_BZH + self.dropout(self.attention.read(tokens_BZH, memory, mask_B11K))
+        return hidden_BZH + self.mlp(self.norm2(hidden_BZH))
