@@ -53,8 +53,8 @@ def _pictures(batch: Any, merge: int) -> list[list[Tensor]]:
     for first, last in pairwise(offsets):
         while patches_left[sample] == 0:
             sample += 1
-        grid = tuple(int(places[first:last, axis].max()) + 1 for axis in (0, 1))
-        rows[sample].append(pictures_of(batch.pixels_PC[first:last], (1, *grid), side, merge)[0])
+        height, width = (int(places[first:last, axis].max()) + 1 for axis in (0, 1))
+        rows[sample].append(pictures_of(batch.pixels_PC[first:last], (1, height, width), side, merge)[0])
         patches_left[sample] -= last - first
     return rows
 

@@ -177,7 +177,7 @@ def _statistics(opened: OpenedGrootData) -> tuple[Statistics | None, list[Findin
             return None, [error("--statistics-path", what, "add --allow-foreign-statistics to use it")], line
     except ValueError as problem:
         return None, [error("--statistics-path", str(problem), opened.command)], line
-    statistics, findings = load_statistics(
+    loaded, findings = load_statistics(
         data.statistics_path,
         dataset,
         stream,  # type: ignore[arg-type]  # its hash and its description are all that is asked
@@ -185,7 +185,7 @@ def _statistics(opened: OpenedGrootData) -> tuple[Statistics | None, list[Findin
         data.allow_foreign_statistics,
         opened.command,
     )
-    return statistics, findings, line
+    return loaded, findings, line
 
 
 def _settings(config: RunConfig, robot: ResolvedRobot, dataset: RobotDataset) -> GrootPreprocessSettings:

@@ -92,7 +92,9 @@ def _joined(folder: Path) -> bytes:
 
     vocabulary = json.loads((folder / "vocab.json").read_text())
     lines = [line for line in (folder / "merges.txt").read_text().split("\n") if line and not line.startswith("#version")]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(line.split(" ")) for line in lines]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=[(first, second) for first, second in (line.split(" ") for line in lines)])
+    )
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -13,6 +13,8 @@ from megatron_vla.models.pi05.convert import CONVERTER
 from megatron_vla.models.pi05.forward_step import BATCH_FIELDS, METRIC_NAMES, forward_step
 from megatron_vla.models.registry import ModelFamily, SampleRules
 
+GROOT_FLAGS = ("embodiment_tag", "embodiment_id", "modality_config", "language_key")
+
 FAMILY = ModelFamily(
     name="pi05",
     config_type=Pi05Config,
@@ -33,8 +35,6 @@ FAMILY = ModelFamily(
         augmentations=("openpi_torch", "openpi_jax"),
         robot_data="megatron_vla.data.robot_data",
         report_fields=stacked_fields,
-        unused_flags=dict.fromkeys(
-            ("embodiment_tag", "embodiment_id", "modality_config", "language_key"), "it belongs to groot_n1_7"
-        ),
+        unused_flags=dict.fromkeys(GROOT_FLAGS, "it belongs to groot_n1_7"),
     ),
 )
