@@ -88,13 +88,26 @@ def read_tokenizer(path: Path) -> BytePairTokenizer:
 
 def _joined(folder: Path) -> bytes:
     """tokenizer.json out of the three older files."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, models
 
     vocabulary = json.loads((folder / "vocab.json").read_text())
     lines = [line for line in (folder / "merges.txt").read_text().split("\n") if line and not line.startswith("#version")]
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=[(first, second) for first, second in (line.split(" ") for line in lines)])
-    )
+    merges = [(first, second) for first, second in (line.split(" ") for line in lines)]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    _byte_level(tokenizer)
+    added = json.loads((folder / "tokenizer_config.json").read_text()).get("added_tokens_decoder", {})
+    # In the order of their ids: the library numbers them as they come.
+    tokenizer.add_tokens([AddedToken(**added[number]) for number in sorted(added, key=int)])
+    wrong = [t["content"] for number, t in added.items() if tokenizer.token_to_id(t["content"]) != int(number)]
+    if wrong:
+        raise ValueError(f"{folder}: vocab.json and tokenizer_config.json do not fit together: {', '.join(wrong[:4])}")
+    return str(tokenizer.to_str()).encode()
+
+
+def _byte_level(tokenizer: Any) -> None:
+    """Qwen's way from text to pieces and back."""
+    from tokenizers import Regex, decoders, normalizers, pre_tokenizers
+
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -103,12 +116,25 @@ def _joined(folder: Path) -> bytes:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    added = json.loads((folder / "tokenizer_config.json").read_text()).get("added_tokens_decoder", {})
-    # In the order of their ids: the library numbers them as they come.
-    tokenizer.add_tokens([AddedToken(**added[number]) for number in sorted(added, key=int)])
-    wrong = [t["content"] for number, t in added.items() if tokenizer.token_to_id(t["content"]) != int(number)]
-    if wrong:
-        raise ValueError(f"{folder}: vocab.json and tokenizer_config.json do not fit together: {', '.join(wrong[:4])}")
+
+
+def train_tokenizer_bytes(texts: Iterable[str], vocab_size: int) -> bytes:
+    """tokenizer.json of a small tokenizer of the same kind, for models that start from nothing. Deterministic.
+
+    The special tokens come first: padding is 0, the image token 5.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    _byte_level(tokenizer)
+    # All bytes are in the vocabulary, so that no text is unknown.
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sorted(texts), trainer=trainer)
     return str(tokenizer.to_str()).encode()
 
 
