@@ -3,10 +3,10 @@
     python tools/train_tokenizer.py --data-path outputs/demonstrations --output outputs/tokenizer.model
     python tools/train_tokenizer.py --data-path outputs/demonstrations --kind byte_pair --output outputs/tokenizer.json
 
-sentencepiece (Pi0.5): it knows the prompt's fixed words, every state bin (-1 ... 255, one or two tokens each), newline, and all bytes, so that no text
-is unknown; control ids are PaliGemma's: pad 0, eos 1, bos 2, unk 3. byte_pair (GR00T): byte-level BPE as Qwen's, padding 0,
-image token 5. The same instructions give the same file. Not interchangeable with released tokenizers: a released checkpoint
-needs its own.
+sentencepiece (Pi0.5): knows the prompt's fixed words, every state bin (-1 ... 255, one or two tokens each), newline, and all
+bytes, so that no text is unknown; control ids are PaliGemma's: pad 0, eos 1, bos 2, unk 3. byte_pair (GR00T): byte-level BPE as
+Qwen's, padding 0, image token 5. The same instructions give the same file. Not interchangeable with released tokenizers: a
+released checkpoint needs its own.
 """
 
 from __future__ import annotations

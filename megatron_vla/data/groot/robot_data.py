@@ -22,6 +22,7 @@ from megatron_vla.data.groot.preprocess import GrootPreprocessor, GrootPreproces
 from megatron_vla.data.groot.resolution import ResolvedRobot, resolve_robot
 from megatron_vla.data.groot.state_action import StateActionOptions
 from megatron_vla.data.groot.statistics import (
+    RELATIVE,
     KeyStream,
     compute_key_statistics,
     from_key_statistics,
@@ -81,7 +82,10 @@ def open_robot_data(config: RunConfig, batch_fields: Container[str]) -> OpenedGr
 def open_stream(config: RunConfig, opened: tuple[EpisodeTable, list[Finding]]) -> tuple[OpenedColumns, KeyStream]:
     """Columns and stream that statistics are made of. Raises CheckError."""
     robot, columns = _open(config, opened, [], with_cameras=False)
-    return columns, robot.stream
+    stream = robot.stream
+    labels = [columns.names["actions"][dim] for dim in stream.relative_columns()]
+    columns.names[RELATIVE] = tuple(f"{label} step {step}" for step in range(stream.horizon) for label in labels)
+    return columns, stream
 
 
 def _open(
