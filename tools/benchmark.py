@@ -2,8 +2,8 @@
 
     python tools/benchmark.py --ladder benchmarks/ladders/pi05.json --output benchmarks/pi05_ladder.json
 
-Reported per rung: median step time and samples/s, peak memory, model FLOP utilisation (three times the forward FLOPs of
-`model.flops_per_sample`, recomputation not counted, over the GPU's dense bf16 datasheet rate), kernels, host synchronisations
+Reported per rung: median step time and samples/s, peak memory, model FLOP utilisation (`model.training_flops_per_sample`,
+recomputation not counted, over the GPU's dense bf16 datasheet rate), kernels, host synchronisations
 and graph launches of one profiled steady step, the losses of the first ten steps on fixed draws and their difference to the
 rung above. A rung may set "num_processes": it then runs under torchrun, samples/s and memory are per GPU, and the share of the
 communication time that other kernels hide is reported.
@@ -70,16 +70,15 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int) ->
         profiled = _profile_step(stepper) if on_gpu else {"kernels": None, "host_syncs": None, "graph_launches": None}
         samples = config.global_batch_size(groups.world_size) / groups.world_size
         shapes = {name: list(tensor.shape) for name, tensor in stepper.last_batch.tensors().items()}
-        num_views, prompt_length = shapes["camera_is_present_BV"][1], shapes["tokens_BL"][1]
         module: Any = run.state.module
-        flops = 3.0 * module.flops_per_sample(num_views, prompt_length)
+        flops = module.training_flops_per_sample(shapes)
         step_ms = statistics.median(times_ms)
         name = torch.cuda.get_device_name() if on_gpu else ""
         peak_rate = next((rate for piece, rate in PEAK_BF16_FLOPS.items() if piece in name), None)
         result = {
             "name": rung["name"],
             "flags": rung["flags"],
-            "precision": "bf16" if config.model.bf16 else "fp32",
+            "precision": _precision(config),
             "gpu": name or "none (CPU)",
             "num_gpus": groups.world_size,
             "samples_per_s": round(samples / step_ms * 1e3, 2),
@@ -94,6 +93,13 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int) ->
         }
         if groups.is_main:
             output.write_text(json.dumps(result))
+
+
+def _precision(config: Any) -> str:
+    """Arithmetic of a run in words."""
+    if config.model.bf16:
+        return "bf16"
+    return "fp32 + bf16 autocast" if vars(config.family).get("autocast_bf16") else "fp32"
 
 
 class _Stepper:

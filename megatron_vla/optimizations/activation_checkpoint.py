@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_vla.config.optimization import OptimizationConfig
+from megatron_vla.models.common.dropout import draws_in_forward
 from megatron_vla.optimizations.patterns import select_modules
 
 FLAG = "--activation-checkpoint-module-patterns"
@@ -21,8 +22,10 @@ def apply(model: nn.Module, config: OptimizationConfig, report: Callable[[str], 
     selected = select_modules(model, config.activation_checkpoint_module_patterns, FLAG)
     for module in selected.values():
         # Replacing the bound forward, not the module, keeps parameter names and hooks. Non-reentrant: parameters without a
-        # gradient stay without one. No random numbers are drawn in forward, so their state needs no saving (it would sync).
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)  # type: ignore[method-assign]
+        # gradient stay without one. The generators' state is only needed (and saved, which a captured graph cannot) where
+        # dropout must draw the same mask again.
+        preserve = draws_in_forward(module)
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=preserve)  # type: ignore[method-assign]
     covered = {id(p) for module in selected.values() for p in module.parameters()}
     everything = list(model.parameters())
     share = sum(p.numel() for p in everything if id(p) in covered) / max(1, sum(p.numel() for p in everything))

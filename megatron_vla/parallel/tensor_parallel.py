@@ -57,16 +57,20 @@ def on_token_rows(module: Module, tensor_parallel: TensorParallel) -> Module:
     return module
 
 
-def seed_random_number_tracker(seed: int) -> None:
-    """Seed megatron-core's RNG tracker: equal streams outside the split matrices, different ones inside.
+def seed_forward_draws(seed: int, groups: ParallelGroups) -> None:
+    """Seed torch's generators for what a forward pass draws, which is dropout and nothing else.
 
-    No model here draws random numbers in forward; whoever adds dropout to a split region forks the tracker around it. On CPU
-    there is no per-device generator to track, so nothing happens.
+    Tensor-parallel ranks get equal streams (they repeat computations) and, on GPUs, megatron-core's tracker with different ones
+    for what they share. Data-parallel ranks and stages differ: they see other samples and other layers.
     """
-    if not torch.cuda.is_available():
+    place = groups.data_parallel_rank * groups.pipeline_model_parallel_size + groups.pipeline_model_parallel_rank
+    # Apart by more than the offsets that the tracker adds.
+    own_seed = (seed + 1_000_003 * place) % 2**63
+    torch.manual_seed(own_seed)
+    if groups.tensor_model_parallel_size == 1 or not torch.cuda.is_available():
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    model_parallel_cuda_manual_seed(seed)
+    model_parallel_cuda_manual_seed(own_seed)

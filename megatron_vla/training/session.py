@@ -15,7 +15,7 @@ from megatron_vla.parallel.data_parallel import wrap
 from megatron_vla.parallel.failure import ends_all_ranks
 from megatron_vla.parallel.groups import initialize, shut_down, world_size_from_environment
 from megatron_vla.parallel.stage_plan import plan_stages
-from megatron_vla.parallel.tensor_parallel import seed_random_number_tracker
+from megatron_vla.parallel.tensor_parallel import seed_forward_draws
 from megatron_vla.runner.build import build_runner
 from megatron_vla.training.checkpoint import TrainState, load_checkpoint
 from megatron_vla.training.ema import ParameterAverage
@@ -39,8 +39,7 @@ def training_session(config: RunConfig, family: ModelFamily) -> Iterator[Trainin
         watch.enter("building the model")
         if groups.pipeline_model_parallel_size > 1:
             print_once(plan_stages(family.pipeline_units(config), config.parallel).table())
-        if groups.tensor_model_parallel_size > 1:
-            seed_random_number_tracker(config.training.seed)
+        seed_forward_draws(config.training.seed, groups)
         module = family.build(config, groups)
         if config.model.pretrained_checkpoint is not None and resume is None:
             reinitialize = config.model.pretrained_reinitialize

@@ -8,7 +8,7 @@ A action dimensions, Z state and action tokens (T + 1), E DiT hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,6 +25,7 @@ from megatron_vla.models.common.normalization import AdaptiveLayerNorm, LayerNor
 from megatron_vla.models.common.precision import dtype_of
 from megatron_vla.models.groot_n1_7.batch import GrootN17Batch
 from megatron_vla.models.groot_n1_7.config import TIME_CODE_WIDTH, GrootN17Config
+from megatron_vla.models.groot_n1_7.flops import training_flops
 from megatron_vla.models.groot_n1_7.head_layers import HEAD_NORM_EPSILON, OUTPUT_NORM_EPSILON, DitBlock, VisionLanguageLayer
 from megatron_vla.models.groot_n1_7.text import (
     TextLayer,
@@ -138,12 +139,22 @@ class GrootN17Model(nn.Module):
         """Integer time steps [B] of flow times, in fp32 as released: exact multiples may fall either way elsewhere."""
         return (time_B.float() * self.config.num_timestep_buckets).long()
 
+    def training_flops_per_sample(self, shapes: Mapping[str, Sequence[int]]) -> float:
+        """FLOPs of forward and backward of one sample of a batch of these shapes; images count as equally large."""
+        samples, num_tokens = shapes["tokens_BS"]
+        images, patches = shapes["image_row_IQ"]
+        sizes = [patches] * (images // samples)
+        return training_flops(
+            self.config, patches_of_images=sizes, num_tokens=num_tokens, action_horizon=shapes["noise_BTA"][1]
+        )
+
     def backbone(self, batch: GrootN17Batch) -> Tensor:
         """Features [B, S, H] of the last kept text layer, before the final norm: a residual stream."""
-        trained = any(p.requires_grad for m in backbone_modules(self) for p in m.parameters())
-        # A frozen backbone already is in the dtype that autocast would choose.
-        context = self.autocast(batch.tokens_BS.device) if trained else torch.no_grad()
-        with context:
+        is_trained = any(p.requires_grad for m in backbone_modules(self) for p in m.parameters())
+        # A backbone that was rounded to bf16 already is in the dtype that autocast would choose.
+        is_rounded = not is_trained and self.vision_tower.stream_dtype == torch.bfloat16
+        precision = nullcontext() if is_rounded else self.autocast(batch.tokens_BS.device)
+        with nullcontext() if is_trained else torch.no_grad(), precision:
             image_MH, deepstack = self.vision_tower(batch)
             hidden = embed_tokens(self.token_embedding, image_MH, batch, self.tensor_parallel)
             plan = plan_text(batch, self.config, hidden.dtype)

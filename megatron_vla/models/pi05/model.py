@@ -7,6 +7,7 @@ T action horizon, A padded action dimensions, H prefix hidden, E expert hidden.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -123,6 +124,10 @@ class Pi05Model(nn.Module):
             action_horizon=action_horizon,
             skip_dead_compute=self.skip_dead_compute,
         )
+
+    def training_flops_per_sample(self, shapes: Mapping[str, Sequence[int]]) -> float:
+        """FLOPs of forward and backward of one sample of a batch of these shapes (field name -> shape)."""
+        return 3.0 * self.flops_per_sample(shapes["camera_is_present_BV"][1], shapes["tokens_BL"][1])
 
     def velocity(self, batch: Batch, x_BTA: Tensor, time_B: Tensor) -> Tensor:
         """Predicted dx/dt [B, T, A] at flow time `time_B`, both streams in one pass."""
