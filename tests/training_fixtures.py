@@ -38,7 +38,8 @@ def build_run(config: RunConfig, groups: ParallelGroups) -> TrainingRun:
     module = family.build(config, groups)
     module = apply_optimizations(module, config.optimization, lambda line: None)
     model = wrap(module, config.parallel, groups, family.block_names)
-    optimizer = AdamW(module.named_parameters(), config.optimizer, model.owned_part)
+    may_be_empty = config.parallel.pipeline_model_parallel_size > 1
+    optimizer = AdamW(module.named_parameters(), config.optimizer, model.owned_part, may_be_empty=may_be_empty)
     average = None if config.optimizer.ema_decay is None else ParameterAverage(optimizer, config.optimizer.ema_decay)
     schedule = build_schedule(config.optimizer, config.training.train_iters, config.global_batch_size(groups.world_size))
     state = TrainState(module, optimizer, average, schedule)

@@ -20,6 +20,7 @@ from megatron_vla.config.parallel import ParallelConfig
 from megatron_vla.parallel.groups import ParallelGroups
 from megatron_vla.parallel.owned_part import OwnedPart, OwnerRule, gradient_of, whole_part
 from megatron_vla.parallel.partial_gradients import NormScope, PartialSums, norm_scope
+from megatron_vla.parallel.partial_model import PartialModel
 
 # torch's own default; a few of them keep a link busy without delaying the first one much.
 TORCH_BUCKET_MEGABYTES = 25.0
@@ -191,6 +192,40 @@ class TorchDataParallel:
         """Nothing to do: every rank has updated everything."""
 
 
+class UntrainedStage:
+    """A pipeline stage on which nothing is trained: it computes, and takes part in what all stages do together."""
+
+    def __init__(self, module: nn.Module, parallel: ParallelConfig, groups: ParallelGroups):
+        self.module = module
+        self.forward_module = module
+        self._partial = PartialSums([], groups)
+        self.norm_scope = norm_scope(groups, sharded=parallel.use_distributed_optimizer)
+
+    def owned_part(self, parameter: nn.Parameter) -> OwnedPart | None:
+        """Nothing."""
+        return None
+
+    def zero_gradients(self) -> None:
+        """There are none."""
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Nothing to reduce."""
+        return nullcontext()
+
+    def finish_gradients(self) -> None:
+        """The other stages may sum gradients of shared parameters over all stages."""
+        self._partial.complete()
+
+    def mask_gradients(self, keep: Tensor) -> None:
+        """There are none."""
+
+    def publish_parameters(self) -> None:
+        """Nothing changes."""
+
+    def gather_parameters(self) -> None:
+        """Nothing changes."""
+
+
 def _bucket_megabytes(module: nn.Module, parallel: ParallelConfig) -> float:
     """torch DDP's bucket size in MiB: --ddp-bucket-size elements; everything at once without --overlap-grad-reduce."""
     live = [p for p in module.parameters() if p.requires_grad]
@@ -209,6 +244,8 @@ def wrap(
     block_names: the family's layers, which fsdp2 gathers one at a time.
     """
     if not any(p.requires_grad for p in module.parameters()):
+        if isinstance(module, PartialModel):
+            return UntrainedStage(module, parallel, groups)
         raise ValueError("the model has no trainable parameter")
     if parallel.data_parallel_strategy == "torch_ddp":
         return TorchDataParallel(module, parallel, groups)

@@ -121,7 +121,8 @@ class AdamW:
     """AdamW over named parameters: those that require a gradient, and `decay_only` ones. Others are left alone.
 
     owned_part says which elements of a parameter this rank updates (a wrapped model's `owned_part`): whole parameters, shards
-    of contiguous buffers and local parts of DTensors all go through the same update. Step counts are kept once, in the
+    of contiguous buffers and local parts of DTensors all go through the same update. may_be_empty: allow a model of which
+    nothing is trained (a frozen pipeline stage). Step counts are kept once, in the
     parameter group (`param_groups[0]["step"]`), never per parameter.
     """
 
@@ -130,6 +131,8 @@ class AdamW:
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         config: OptimizerConfig,
         owned_part: OwnerRule = whole_part,
+        *,
+        may_be_empty: bool = False,
     ):
         self.config = config
         self.betas = (config.adam_beta1, config.adam_beta2)
@@ -137,10 +140,10 @@ class AdamW:
         num_live = 0
         device = torch.device("cpu")
         for name, parameter in named_parameters:
+            device = parameter.device
             if not (parameter.requires_grad or is_decay_only(parameter)):
                 continue
             num_live += 1
-            device = parameter.device
             part = owned_part(parameter)
             if part is None:
                 continue
@@ -148,7 +151,7 @@ class AdamW:
             moments = (torch.zeros_like(main), torch.zeros_like(main)) if parameter.requires_grad else (None, None)
             self.parameters.append(OptimizedParameter(name, part, main, *moments))
         # A rank of a small sharded model may own nothing; it still counts steps and takes part in collectives.
-        if not num_live:
+        if not num_live and not may_be_empty:
             raise ValueError("the optimizer was given no trainable parameter")
         # torch's kernel reads each tensor once, and skips a refused step without its gradients having been zeroed.
         self.is_fused = config.fused_adam and all(p.main.is_cuda and p.main.dtype == torch.float32 for p in self.parameters)

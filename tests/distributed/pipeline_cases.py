@@ -49,7 +49,7 @@ def pipeline_config(*extra: str) -> RunConfig:
 
 def build_open_run(config: RunConfig, groups: ParallelGroups) -> TrainingRun:
     """A run whose parameters are all drawn from N(0, 0.2): released initial values close whole branches."""
-    family = model_family("pi05")
+    family = model_family(config.model.model_name)
     honest = family.build
 
     def build(*arguments: Any) -> torch.nn.Module:
@@ -66,7 +66,11 @@ def build_open_run(config: RunConfig, groups: ParallelGroups) -> TrainingRun:
 
 def take_steps(rank: int, flags: list[str], num_steps: int) -> Result:
     """`num_steps` optimizer steps in the layout of `flags`."""
-    config = pipeline_config(*flags)
+    return take_steps_of(pipeline_config(*flags), num_steps)
+
+
+def take_steps_of(config: RunConfig, num_steps: int) -> Result:
+    """`num_steps` optimizer steps of a run from open first values."""
     groups = initialize(config.parallel, quiet=True)
     run = build_open_run(config, groups)
     result = Result(place=(groups.tensor_model_parallel_rank, groups.pipeline_model_parallel_rank, groups.data_parallel_rank))

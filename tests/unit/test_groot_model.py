@@ -153,7 +153,7 @@ def test_equal_images_take_the_dense_path_with_the_same_result() -> None:
         vision = {name: torch.from_numpy(array) for name, array in vars(dense.vision(images)).items()}
         rows = torch.cat((pixels_PC, pixels_PC[:4])) if len(images) == 3 else pixels_PC
         batches.append(replaced(tiny_batch(), pixels_PC=rows, **vision))
-    plans = [model.vision_tower.plan(batch) for batch in batches]
+    plans = [model.vision_tower.plan(batch, torch.float64) for batch in batches]
     assert plans[0].padded is None and plans[1].padded is not None
     with torch.no_grad():
         (tokens, features), (mixed, mixed_features) = (model.vision_tower(batch) for batch in batches)

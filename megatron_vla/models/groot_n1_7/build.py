@@ -15,9 +15,10 @@ from megatron_vla.models.groot_n1_7.config import GrootN17Config
 from megatron_vla.models.groot_n1_7.flops import model_units
 from megatron_vla.models.groot_n1_7.model import GrootN17Model
 from megatron_vla.models.groot_n1_7.samples import mock_prompt_tokens, num_image_tokens
+from megatron_vla.models.groot_n1_7.stage import GrootN17Stage
 from megatron_vla.optimizations.patterns import covers
 from megatron_vla.parallel.parameter_shard import mark_not_decayed
-from megatron_vla.parallel.stage_plan import ModelUnits
+from megatron_vla.parallel.stage_plan import ModelUnits, plan_stages
 from megatron_vla.parallel.tensor_parallel import NOT_PARALLEL, TensorParallel, tensor_parallel_of
 
 # Kept in fp32 in bf16 modules: everything cheap whose rounding error reaches every token or the action interface.
@@ -120,14 +121,20 @@ def skeleton(config: RunConfig) -> GrootN17Model:
 
 
 def build(config: RunConfig, groups: Any = None) -> GrootN17Model:
-    """GR00T N1.7 on this rank's device (`groups.device`; CPU without groups), drawn from --seed whatever the rank."""
+    """GR00T N1.7 on this rank's device (`groups.device`; CPU without groups), drawn from --seed whatever the rank.
+
+    With pipeline stages: this rank's part of it.
+    """
     with torch.device("meta"):
         model = build_module(
             config.family,
             attention_backend=config.optimization.attention_backend,
             tensor_parallel=tensor_parallel_of(config.parallel, groups),
+            kind=GrootN17Stage if config.parallel.pipeline_model_parallel_size > 1 else GrootN17Model,
         )
     set_dtypes(model, parameter_dtype(config.model))
+    if isinstance(model, GrootN17Stage):
+        model.keep(plan_stages(pipeline_units(config), config.parallel), groups.pipeline_model_parallel_rank)
     draw.materialize(model, groups.device if groups is not None else torch.device("cpu"))
     initialize(model, config.training.seed)
     return model

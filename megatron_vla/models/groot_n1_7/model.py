@@ -9,7 +9,7 @@ A action dimensions, Z state and action tokens (T + 1), E DiT hidden.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -123,6 +123,11 @@ class GrootN17Model(nn.Module):
         features_BSH = self.backbone(batch)
         with self.autocast(features_BSH.device):
             velocity_BTA = self.velocity(batch, self.memory(batch, features_BSH), x_BTA, self.time_step(batch.time_B))
+        return self.squared_errors(batch, velocity_BTA)
+
+    def squared_errors(self, batch: GrootN17Batch, velocity_BTA: Tensor) -> Tensor:
+        """Loss elements [B, T, A]: predicted velocity against data minus noise."""
+        actions_BTA, noise_BTA = self.flow_inputs(batch)
         return (velocity_BTA.to(self.interface_dtype) - (actions_BTA - noise_BTA)).square()
 
     def flow_inputs(self, batch: GrootN17Batch) -> tuple[Tensor, Tensor]:
@@ -148,13 +153,26 @@ class GrootN17Model(nn.Module):
             self.config, patches_of_images=sizes, num_tokens=num_tokens, action_horizon=shapes["noise_BTA"][1]
         )
 
+    @property
+    def backbone_is_trained(self) -> bool:
+        """Whether any flag trains a part of the backbone."""
+        return self.config.tune_llm or self.config.tune_visual or self.config.tune_top_llm_layers > 0
+
+    @property
+    def backbone_is_rounded(self) -> bool:
+        """Whether the backbone already is in the dtype that autocast would choose."""
+        return not self.backbone_is_trained and self.vision_tower.stream_dtype == torch.bfloat16
+
+    @contextmanager
+    def backbone_context(self, device: torch.device) -> Iterator[None]:
+        """Precision of the backbone; no graph when nothing of it is trained."""
+        precision = nullcontext() if self.backbone_is_rounded else self.autocast(device)
+        with nullcontext() if self.backbone_is_trained else torch.no_grad(), precision:
+            yield
+
     def backbone(self, batch: GrootN17Batch) -> Tensor:
         """Features [B, S, H] of the last kept text layer, before the final norm: a residual stream."""
-        is_trained = any(p.requires_grad for m in backbone_modules(self) for p in m.parameters())
-        # A backbone that was rounded to bf16 already is in the dtype that autocast would choose.
-        is_rounded = not is_trained and self.vision_tower.stream_dtype == torch.bfloat16
-        precision = nullcontext() if is_rounded else self.autocast(batch.tokens_BS.device)
-        with nullcontext() if is_trained else torch.no_grad(), precision:
+        with self.backbone_context(batch.tokens_BS.device):
             image_MH, deepstack = self.vision_tower(batch)
             hidden = embed_tokens(self.token_embedding, image_MH, batch, self.tensor_parallel)
             plan = plan_text(batch, self.config, hidden.dtype)
@@ -167,11 +185,15 @@ class GrootN17Model(nn.Module):
     def memory(self, batch: GrootN17Batch, features_BSH: Tensor) -> Memory:
         """Backbone features through the head's own norm and self-attention, and sorted into text and image tokens."""
         num_tokens = batch.tokens_BS.shape[1]
-        mask = key_mask(batch.token_is_valid_BS, self.stream_dtype) if self.config.mask_vl_self_attention else None
+        mask = self.vl_mask(batch)
         hidden = self.vl_norm(features_BSH.to(self.stream_dtype))
         for layer in self.vl_layers:
             hidden = layer(hidden, num_tokens, mask)
         return self.sorted_tokens(batch, hidden)
+
+    def vl_mask(self, batch: GrootN17Batch) -> Tensor | None:
+        """Additive mask of the vision-language layers; None as released: padding takes part."""
+        return key_mask(batch.token_is_valid_BS, self.stream_dtype) if self.config.mask_vl_self_attention else None
 
     def sorted_tokens(self, batch: GrootN17Batch, hidden: Tensor) -> Memory:
         """Residual stream -> what the DiT's blocks read. Each block projects only the tokens that it attends."""
@@ -250,11 +272,6 @@ class GrootN17Model(nn.Module):
 def groups_of(batch: GrootN17Batch) -> EmbodimentGroups:
     """The batch's embodiment groups."""
     return EmbodimentGroups(batch.group_embodiment_G, batch.group_sample_GN, batch.sample_place_B)
-
-
-def backbone_modules(model: GrootN17Model) -> tuple[nn.Module, ...]:
-    """Modules of the backbone that are computed."""
-    return model.vision_tower, model.token_embedding, model.text_layers
 
 
 def tuned_modules(model: GrootN17Model, config: GrootN17Config) -> Iterator[tuple[nn.Module, bool]]:

@@ -90,13 +90,13 @@ class VisionTower(nn.Module):
 
     def forward(self, batch: GrootN17Batch) -> tuple[Tensor, list[Tensor]]:
         """(image tokens [M, O] in the order of the images, one such tensor per deepstack layer)."""
-        hidden, plan = self.embed(batch), self.plan(batch)
+        hidden, plan = self.embed(batch), self.plan(batch, self.stream_dtype)
         features = []
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, plan)
             if index in self.config.vision_deepstack_layers:
-                features.append(self.deepstack(index, hidden, plan))
-        return self.merge(hidden, plan), features
+                features.append(self.merged(f"deepstack_mergers.{len(features)}", hidden, plan))
+        return self.merged("merger", hidden, plan), features
 
     def embed(self, batch: GrootN17Batch) -> Tensor:
         """Patches with their positions: the first layer's input, a residual stream."""
@@ -115,17 +115,17 @@ class VisionTower(nn.Module):
         """Dtype of the layers' matrices and residual stream."""
         return self.patch_embedding.weight.dtype
 
-    def plan(self, batch: GrootN17Batch) -> VisionPlan:
-        """Rotary tables and, for images of different sizes, their padded layout."""
+    def plan(self, batch: GrootN17Batch, dtype: torch.dtype) -> VisionPlan:
+        """Rotary tables and, for images of different sizes, their padded layout; `dtype` is the activations'."""
         head_width = self.config.vision_hidden_size // self.config.vision_num_attention_heads
         num_patches, row_IQ = batch.pixels_PC.shape[0], batch.image_row_IQ
         padded = None
         place_IQ2 = batch.patch_place_P2.view(row_IQ.shape[0], -1, 2) if row_IQ.numel() == num_patches else None
         if place_IQ2 is None:
             place_IQ2 = batch.patch_place_P2[row_IQ.clamp(min=0)]
-            mask = torch.zeros(row_IQ.shape, dtype=self.stream_dtype, device=row_IQ.device)
+            mask = torch.zeros(row_IQ.shape, dtype=dtype, device=row_IQ.device)
             padded = PaddedImages(row_IQ, batch.patch_slot_P, mask.masked_fill(row_IQ < 0, float("-inf"))[:, None, None])
-        rotary = plane_rotary_table(place_IQ2, head_width, VISION_ROPE_THETA, self.stream_dtype)
+        rotary = plane_rotary_table(place_IQ2, head_width, VISION_ROPE_THETA, dtype)
         return VisionPlan(row_IQ.shape[1] if padded is None else num_patches, rotary, padded)
 
     def _by_image(self, hidden_PH: Tensor, batch: GrootN17Batch) -> Tensor:
@@ -133,14 +133,8 @@ class VisionTower(nn.Module):
         row_IQ = batch.image_row_IQ
         return hidden_PH.view(*row_IQ.shape, -1) if row_IQ.numel() == hidden_PH.shape[0] else hidden_PH[None]
 
-    def deepstack(self, layer: int, hidden: Tensor, plan: VisionPlan) -> Tensor:
-        """Deepstack features [M, O] of vision layer number `layer`."""
-        merger: nn.Module = self.deepstack_mergers[self.config.vision_deepstack_layers.index(layer)]
-        return merger(self._patches(hidden, plan))  # type: ignore[no-any-return]
-
-    def merge(self, hidden: Tensor, plan: VisionPlan) -> Tensor:
-        """Image tokens [M, O] from the last layer's output."""
-        return self.merger(self._patches(hidden, plan))  # type: ignore[no-any-return]
-
-    def _patches(self, hidden: Tensor, plan: VisionPlan) -> Tensor:
-        return join_samples(hidden, plan.num_tokens, self.tensor_parallel).flatten(0, 1)
+    def merged(self, merger: str, hidden: Tensor, plan: VisionPlan) -> Tensor:
+        """Layer output -> tokens [M, O] by the merger of that name."""
+        patches_PH = join_samples(hidden, plan.num_tokens, self.tensor_parallel).flatten(0, 1)
+        tokens_MO: Tensor = self.get_submodule(merger)(patches_PH)
+        return tokens_MO
