@@ -21,6 +21,8 @@ class SampleRules:
     robot_data: module with what differs between families in opening a robot dataset (see data/build.py); imported late, because
         mock data must run where no video library is installed.
     unused_flags: data flags that mean nothing to this family; giving one is an error that tells what to use instead.
+    carry_files(input, output folder) -> lines: companions of weights (processor settings, statistics) that a conversion takes
+        along. None: there are none.
     report_fields(batch, preprocessor) -> data/report.py's ReportFields of a batch on the CPU.
     """
 
@@ -32,6 +34,7 @@ class SampleRules:
     report_fields: Callable[..., Any]
     build_assembler: Callable[..., Any] | None = None
     change_sample: Callable[..., dict[str, Any]] | None = None
+    carry_files: Callable[..., list[str]] | None = None
     unused_flags: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -27,6 +27,7 @@ from megatron_vla.data.build import build_data
 from megatron_vla.data.groot.modality import RELEASED_EMBODIMENTS
 from megatron_vla.data.groot.preprocess import GrootPreprocessor
 from megatron_vla.data.groot.processor_files import (
+    carry_processor_files,
     option_differences,
     read_processor_files,
     to_processor_files,
@@ -199,6 +200,30 @@ def test_released_files_survive_reading_and_writing(tmp_path: Path, folder: Path
     (tmp_path / "embodiment_id.json").unlink()
     with pytest.raises(ValueError, match=r"embodiment_id.json missing"):
         read_processor_files(tmp_path)
+
+
+def test_conversion_takes_the_files_along(tmp_path: Path, folder: Path) -> None:
+    """The same bytes from folder to folder; out of a training checkpoint over the files of where it started from."""
+    released, output, checkpoint = tmp_path / "released", tmp_path / "output", tmp_path / "iter_0000002"
+    for place in (released, output, checkpoint / "preprocessor"):
+        place.mkdir(parents=True)
+    contents = released_folder(released)
+    assert "copied" in carry_processor_files(released / "model.safetensors", output)[0]
+    for name in contents:
+        assert (output / name).read_bytes() == (released / name).read_bytes()
+    processor, _ = preprocessor(folder)
+    processor.save(checkpoint / "preprocessor")
+    (checkpoint / "config.json").write_text(json.dumps({"model": {"pretrained_checkpoint": str(released)}}))
+    assert "over those of" in carry_processor_files(checkpoint, output)[0]
+    files = read_processor_files(output)
+    assert files.modalities["new_embodiment"] == processor.settings.modality
+    assert (
+        files.raw_modalities["libero_sim"]
+        == contents["processor_config.json"]["processor_kwargs"]["modality_configs"]["libero_sim"]
+    )
+    # The exported statistics serve a next run just as the checkpoint's own do.
+    again, dataset = preprocessor(folder, "--statistics-path", str(output / "statistics.json"), "--allow-foreign-statistics")
+    np.testing.assert_array_equal(again(dataset[3], 0)["actions_BTA"], processor(dataset[3], 0)["actions_BTA"])
 
 
 def test_a_checkpoint_names_robot_slot_and_differences(tmp_path: Path, folder: Path) -> None:

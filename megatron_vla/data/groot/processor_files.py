@@ -16,8 +16,10 @@ from megatron_vla.data.groot.modality import RELEASED_EMBODIMENTS, ModalityConfi
 from megatron_vla.data.groot.preprocess import GrootPreprocessor
 from megatron_vla.data.groot.state_action import KeyStatistics
 from megatron_vla.data.groot.statistics import key_statistics
+from megatron_vla.data.preprocess import MIXTURE_FILE
 
 PROCESSOR_FILE, STATISTICS_FILE, EMBODIMENT_FILE = "processor_config.json", "statistics.json", "embodiment_id.json"
+PREPROCESSOR_FOLDER = "preprocessor"  # of a training checkpoint
 PROCESSOR_CLASS = "Gr00tN1d7Processor"
 OLDER_CLASSES = {"Gr00tN1d6Processor": "N1.6", "GR00TTransform": "N1.5"}
 
@@ -175,3 +177,27 @@ def option_differences(path: Path, family: Any) -> list[tuple[str, str, str]]:
         for name, value in stated.items()
         if value is not None and value != here[name]
     ]
+
+
+def carry_processor_files(source: Path, output: Path) -> list[str]:
+    """What a conversion puts beside converted weights; lines for people.
+
+    From a folder that has the three files: the same bytes. From a training checkpoint: made of its preprocessing, over the
+    files of the checkpoint that it started from, where those still exist. Raises ValueError for files that cannot be read.
+    """
+    folder = source if source.is_dir() else source.parent
+    names = (PROCESSOR_FILE, STATISTICS_FILE, EMBODIMENT_FILE)
+    present = [name for name in names if (folder / name).is_file()]
+    stored = folder / PREPROCESSOR_FOLDER
+    if not stored.is_dir():
+        for name in present:
+            (output / name).write_bytes((folder / name).read_bytes())
+        return [f"{', '.join(present)} copied"] if present else []
+    mixture = stored / MIXTURE_FILE
+    parts = [stored / name for name in json.loads(mixture.read_text())["datasets"]] if mixture.is_file() else [stored]
+    start = _read(folder / "config.json").get("model", {}).get("pretrained_checkpoint")
+    has_base = start is not None and all((Path(start) / name).is_file() for name in names)
+    base = read_processor_files(Path(start)) if start is not None and has_base else None
+    write_processor_files(output, to_processor_files({part.name: GrootPreprocessor.load(part) for part in parts}, base))
+    origin = f"over those of {start}" if has_base else "of this training run alone"
+    return [f"{', '.join(names)} written, {origin}"]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_vla.data.groot.assembly import build_augmentation, build_loader_assembler
+from megatron_vla.data.groot.processor_files import carry_processor_files
 from megatron_vla.data.groot.report import report_fields
 from megatron_vla.models.groot_n1_7.config import GrootN17Config
 from megatron_vla.models.groot_n1_7.samples import RAW_STATE_STREAM, build_mock_source, draws, state_is_dropped
@@ -33,6 +34,7 @@ SAMPLES = SampleRules(
     build_mock_source=build_mock_source,
     build_assembler=build_loader_assembler,
     change_sample=hide_state,
+    carry_files=carry_processor_files,
     build_augmentation=build_augmentation,
     augmentations=("groot",),
     robot_data="megatron_vla.data.groot.robot_data",
