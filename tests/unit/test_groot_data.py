@@ -228,6 +228,36 @@ def test_mixture_of_robots(make: Make, folder: Path) -> None:
     supply.close()
 
 
+def test_merged_statistics_of_one_tag(make: Make, folder: Path) -> None:
+    config = parse_args(
+        [
+            *data_flags(folder / "robot", folder / "tokenizer.json", "--modality-config", str(folder / "modality_config.json")),
+            *("--data-path", f"first={folder / 'robot'}", f"second={folder / 'robot'}", "--data-weights", "1", "3"),
+            *("--mixture-statistics", "merged"),
+        ]
+    )
+    supply, alone = build_data(config, FAMILY), preprocessor(make())
+    for part in supply.preprocessor.parts.values():  # type: ignore[union-attr]
+        for name, feature in part.statistics.features.items():
+            # The same dataset twice: everything but the counts stays as it is, to rounding.
+            for statistic, value in alone.statistics.features[name].values.items():
+                if statistic in feature.values:
+                    np.testing.assert_allclose(feature.values[statistic], value, rtol=1e-9, atol=1e-9)
+    supply.close()
+
+
+def test_elements_of_the_loss_and_hidden_states(make: Make) -> None:
+    """The released mask and the two wider ones; the last sample of an episode has one step of its own."""
+    index = LENGTHS[0] - 1
+    expected = {"valid": 12, "real_dims": 4 * 12, "all": 10 * 12}
+    for action_loss, number in expected.items():
+        supply = make("--action-loss", action_loss, "--exclude-state")
+        arrays = preprocessor(supply)(supply.source.dataset[index], 0)  # type: ignore[attr-defined]
+        assert arrays["action_is_valid_BTA"].sum() == number
+        assert (arrays["actions_BTA"][1:4].any()) == (action_loss != "valid")
+        assert not arrays["state_BHD"].any()
+
+
 def refused(folder: Path, *flags: str, dataset: str = "robot") -> str:
     with pytest.raises(CheckError) as problems:
         build_data(parse_args(data_flags(folder / dataset, folder / "tokenizer.json", *flags)), FAMILY)

@@ -172,7 +172,9 @@ def option_differences(path: Path, family: Any) -> list[tuple[str, str, str]]:
         "max_action_dim": options.get("max_action_dim"),
     }
     here = {name: getattr(family, name) for name in stated}
-    return [
+    angle = options.get("random_rotation_angle")
+    rotation = [("--augmentation", f"pictures rotated by up to {angle} degrees", "no rotation")] if angle else []
+    return rotation + [
         ("--" + name.replace("_", "-"), str(value), str(here[name]))
         for name, value in stated.items()
         if value is not None and value != here[name]
