@@ -31,13 +31,14 @@ def tiny_config(*extra: str) -> RunConfig:
     return parse_args([*TINY, *extra])
 
 
-def build_run(config: RunConfig, groups: ParallelGroups) -> TrainingRun:
-    """Everything but the loop, from random weights."""
+def build_run(config: RunConfig, groups: ParallelGroups, *, with_buffers: bool = False) -> TrainingRun:
+    """Everything but the loop, from random weights. with_buffers: gradient buffers also where a step could do without."""
     family = model_family(config.model.model_name)
     supply = build_data(config, family)
     module = family.build(config, groups)
     module = apply_optimizations(module, config.optimization, lambda line: None)
-    model = wrap(module, config.parallel, groups, family.block_names)
+    num_microbatches = None if with_buffers else config.num_microbatches(groups.world_size)
+    model = wrap(module, config.parallel, groups, family.block_names, num_microbatches)
     may_be_empty = config.parallel.pipeline_model_parallel_size > 1
     optimizer = AdamW(module.named_parameters(), config.optimizer, model.owned_part, may_be_empty=may_be_empty)
     average = None if config.optimizer.ema_decay is None else ParameterAverage(optimizer, config.optimizer.ema_decay)

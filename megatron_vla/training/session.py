@@ -45,13 +45,11 @@ def training_session(config: RunConfig, family: ModelFamily) -> Iterator[Trainin
             reinitialize = config.model.pretrained_reinitialize
             family.converter.load(config.model.pretrained_checkpoint, module, reinitialize, print_once)
         module = apply_optimizations(module, config.optimization, print_once)
-        model = wrap(module, config.parallel, groups, family.block_names)
-        optimizer = AdamW(
-            module.named_parameters(),
-            config.optimizer,
-            model.owned_part,
-            may_be_empty=groups.pipeline_model_parallel_size > 1,
-        )
+        num_microbatches = config.num_microbatches(world_size)
+        model = wrap(module, config.parallel, groups, family.block_names, num_microbatches)
+        may_be_empty = groups.pipeline_model_parallel_size > 1
+        optimizer = AdamW(module.named_parameters(), config.optimizer, model.owned_part, may_be_empty=may_be_empty)
+        print_once(f"AdamW: {optimizer.kernel_name}")
         average = None if config.optimizer.ema_decay is None else ParameterAverage(optimizer, config.optimizer.ema_decay)
         schedule = build_schedule(config.optimizer, config.training.train_iters, config.global_batch_size(world_size))
         state = TrainState(module, optimizer, average, schedule)

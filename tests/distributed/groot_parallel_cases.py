@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from groot_fixtures import gradients, released_loss, tiny_config, tiny_model
+from groot_model_fixtures import gradients, released_loss, tiny_config, tiny_model
 from pi05_fixtures import relative_difference
 from pipeline_cases import Result, take_steps_of
 from tensor_parallel_cases import all_ranks, joined

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from groot_fixtures import (
+from groot_model_fixtures import (
     CASE_NAMES,
     golden_batch,
     golden_case,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from groot_fixtures import CASE_NAMES, GOLDEN, golden_batch, golden_case, golden_model, load_stem
+from groot_model_fixtures import CASE_NAMES, GOLDEN, golden_batch, golden_case, golden_model, load_stem
 from pi05_fixtures import relative_difference
 from torch import Tensor
 

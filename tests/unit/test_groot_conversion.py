@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from groot_fixtures import CASE_NAMES, golden_case, tiny_config
+from groot_model_fixtures import CASE_NAMES, golden_case, tiny_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from groot_fixtures import gradients, mean_loss, replaced, tiny_batch, tiny_config, tiny_model
+from groot_model_fixtures import gradients, mean_loss, replaced, tiny_batch, tiny_config, tiny_model
 from pi05_fixtures import relative_difference
 from torch import Tensor
 from torch.nn import functional as F

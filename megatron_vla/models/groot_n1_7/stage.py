@@ -244,7 +244,7 @@ class GrootN17Stage(GrootN17Model, PartialModel):
         """Shapes of the streams and of the deepstack features that are known, and still needed, after `cut` layers."""
         row, config, parallel = LayerRow.of(self.config), self.config, self.tensor_parallel
         num_samples, num_tokens = batch.tokens_BS.shape
-        image_shape = (batch.image_token_M.shape[0], config.hidden_size)
+        image_shape: tuple[int, ...] = (batch.image_token_M.shape[0], config.hidden_size)
         token_shape = stream_shape(num_samples, num_tokens, config.hidden_size, parallel)
         streams: dict[str, tuple[int, ...]] = {}
         if cut < row.vision:
@@ -295,12 +295,12 @@ class GrootN17Stage(GrootN17Model, PartialModel):
         streams, deepstack = self._contents(batch, cut)
         shapes = [*streams.values(), *deepstack.values()]
         sizes = [math.prod(shape) for shape in shapes]
-        rest = received_N11.shape[0] - sum(sizes)
-        parts = [part.view(shape) for part, shape in zip(received_N11.flatten().split([*sizes, rest]), shapes, strict=False)]
+        padding = received_N11.shape[0] - sum(sizes)
+        *rows, _ = received_N11.flatten().split([*sizes, padding])
+        parts = [part.view(shape) for part, shape in zip(rows, shapes, strict=True)]
         # Text layers cast their input themselves: trained and frozen ones may differ.
         dtypes = {**self._dtypes, "text": self.boundary_dtype, "vl": self.stream_dtype, "tokens": self.stream_dtype}
-        named = dict(zip(streams, parts, strict=False))
         return Flow(
-            {name: part.to(dtypes[name]) for name, part in named.items()},
+            {name: part.to(dtypes[name]) for name, part in zip(streams, parts[: len(streams)], strict=True)},
             {place: part.to(dtypes["image"]) for place, part in zip(deepstack, parts[len(streams) :], strict=True)},
         )

@@ -91,7 +91,7 @@ class VisionTower(nn.Module):
     def forward(self, batch: GrootN17Batch) -> tuple[Tensor, list[Tensor]]:
         """(image tokens [M, O] in the order of the images, one such tensor per deepstack layer)."""
         hidden, plan = self.embed(batch), self.plan(batch, self.stream_dtype)
-        features = []
+        features: list[Tensor] = []
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, plan)
             if index in self.config.vision_deepstack_layers:
