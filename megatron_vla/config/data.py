@@ -110,7 +110,8 @@ class DataConfig:
     """Resize with padding: antialiased uint8 (openpi's data pipeline) or float without antialias (LeRobot)."""
 
     tokenizer_model: str | None = None
-    """SentencePiece model file of the prompt tokenizer (a local path; nothing is downloaded)."""
+    """Prompt tokenizer (a local path; nothing is downloaded). Pi0.5: SentencePiece model file. GR00T: tokenizer.json, or a
+    folder with it or with vocab.json, merges.txt and tokenizer_config.json."""
 
     prompt_state: bool = True
     """Put the discretized state into the prompt (Task: ..., State: ...;). Off: task text and a newline."""
