@@ -303,6 +303,9 @@ def test_flags_of_the_other_family_are_refused(folder: Path) -> None:
     )
     found = "\n".join(map(str, check(parse_args(flags), FAMILY, 1)))
     assert "--normalization" in found and "openpi_jax is not made for groot_n1_7" in found
+    mock = parse_args(["--model-name", "groot_n1_7", "--model-variant", "tiny", "--mock-data", "--augmentation", "groot"])
+    with pytest.raises(CheckError, match="mock samples have no pictures"):
+        build_data(mock, FAMILY)
     pi05 = parse_args(["--model-variant", "tiny", "--mock-data", "--embodiment-tag", "x", "--augmentation", "groot"])
     found = "\n".join(map(str, check(pi05, model_family("pi05"), 1)))
     assert "--embodiment-tag" in found and "groot is not made for pi05" in found

@@ -13,6 +13,7 @@ from megatron_vla.data.groot.pictures import PictureSettings
 from megatron_vla.data.groot.preprocess import PICTURES
 from megatron_vla.data.loader import AUGMENTATION_FIELD, LoadedBatch
 from megatron_vla.data.watch import StageTimes
+from megatron_vla.findings import CheckError, error
 from megatron_vla.models.groot_n1_7.samples import PaddedAssembler, build_assembler
 
 
@@ -53,7 +54,9 @@ def build_loader_assembler(config: RunConfig) -> LoaderAssembler:
 
 
 def build_augmentation(config: RunConfig, views: tuple[str, ...]) -> GrootAugmentation:
-    """See SampleRules; every view is changed alike."""
+    """See SampleRules; every view is changed alike. Raises CheckError for mock data, which has patches and no pictures."""
+    if config.data.mock_data:
+        raise CheckError([error("--augmentation", "mock samples have no pictures to crop", "drop it, or give a dataset")])
     return GrootAugmentation(config.training.seed, picture_settings(config.family), config.family.color_jitter)
 
 

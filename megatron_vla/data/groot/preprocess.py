@@ -159,8 +159,9 @@ class GrootPreprocessor:
         # The very function that serving calls: the two cannot drift apart.
         arrays = self.preprocess_observation(sample.images, sample.state_D, sample.instruction, self.keep_pictures)
         self._check_finite("action", sample.actions_TD)
-        is_inside_T = np.asarray(sample.action_is_in_episode_T)
-        actions_TD = self.transform.normalize_actions(sample.actions_TD, sample.state_D)
+        # A chunk as long as the model's padded horizon (serving fills one with zeros) is cut to the robot's own steps.
+        is_inside_T = np.asarray(sample.action_is_in_episode_T)[: settings.num_steps]
+        actions_TD = self.transform.normalize_actions(sample.actions_TD[: settings.num_steps], sample.state_D)
         # Repeated steps beyond the episode's end carry no target, as in the released collation.
         actions_TD = (
             np.where(is_inside_T[:, None], actions_TD, np.float32(0)) if settings.action_loss == "valid" else actions_TD
