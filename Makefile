@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # Installed before everything else, so that no dependency pulls another build of it. TORCH="torch==2.13.0+cu130 ..." picks one.
 TORCH ?= torch==2.13.0
-EXTRAS ?= data,eval,log,dev
+EXTRAS ?= data,groot,eval,log,dev
 QUICKSTART_ARGS ?=
 PYTEST_ARGS ?=
 # Test processes; a file's tests stay together, so module fixtures are built once.
@@ -14,11 +14,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart test lint format test-distributed docs clean
+.PHONY: help install quickstart quickstart-groot test lint format test-distributed docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart        set up, record robot data in a simulator, train a small Pi0.5 on it, kill it, resume it"
+	@echo "make quickstart-groot  the same with a small GR00T N1.7, on the same recorded data"
 	@echo "make test              all CPU tests, linter and type checker"
 	@echo "make test-distributed  the multi-process tests, with the whole matrix of parallel layouts"
 	@echo "make lint | format     linter and type checker | rewrite the formatting"
@@ -40,6 +41,9 @@ $(STAMP): setup.py
 quickstart:
 	@start=$$(date +%s); $(MAKE) --no-print-directory install && \
 	$(BIN)/python tools/quickstart.py --install-seconds $$(( $$(date +%s) - start )) $(QUICKSTART_ARGS)
+
+quickstart-groot:
+	@$(MAKE) --no-print-directory quickstart QUICKSTART_ARGS="--model-name groot_n1_7 $(QUICKSTART_ARGS)"
 
 # Linter, formatter and type checker run as tests too (tests/unit/test_house_rules.py), so one closing line tells everything.
 test: $(STAMP)

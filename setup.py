@@ -80,6 +80,7 @@ setup(
             "h5py",
             "array_record; platform_system == 'Linux'",
         ],
+        "groot": ["tokenizers"],
         "eval": ["metaworld==3.1.1", "mujoco==3.3.0", "gymnasium", "packaging", "av"],
         "log": ["matplotlib", "tensorboard", "wandb"],
         "gpu": ["transformer-engine[core_cu13,pytorch]", "flash-attn", "torchao"],

@@ -11,7 +11,10 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -22,9 +25,8 @@ from megatron_vla.config.datasets import dataset_parts
 from megatron_vla.config.model import ModelConfig
 from megatron_vla.config.run import SECTIONS, RunConfig
 from megatron_vla.data.dataset import open_table
-from megatron_vla.data.robot_data import OpenedColumns, open_columns, stream_transform
+from megatron_vla.data.robot_data import OpenedColumns
 from megatron_vla.data.statistics import FeatureStatistics, Statistics, save_statistics_of_datasets
-from megatron_vla.data.statistics_pass import StreamTransform, merged_statistics
 from megatron_vla.findings import CheckError, error, raise_errors
 from megatron_vla.models.registry import model_family
 
@@ -66,19 +68,17 @@ def format_statistics(name: str, dimension_names: Sequence[str], feature: Featur
     return lines
 
 
-def opened_parts(config: RunConfig) -> dict[str, tuple[OpenedColumns, StreamTransform]]:
+def opened_parts(config: RunConfig, kind: ModuleType) -> dict[str, tuple[OpenedColumns, Any]]:
     """Columns and stream of each dataset by name. Raises CheckError with the errors of all of them; prints warnings."""
     parts, findings = dataset_parts(config.data)
     raise_errors(findings)
     if not parts:
         raise CheckError([error("--data-path", "no dataset given", "name a dataset folder")])
-    opened: dict[str, tuple[OpenedColumns, StreamTransform]] = {}
+    opened: dict[str, tuple[OpenedColumns, Any]] = {}
     for part in parts:
         own = dataclasses.replace(config, data=part.data)
         try:
-            table = open_table(part.data)
-            columns = open_columns(own, table, ())
-            transform = stream_transform(own, table[0].fps)
+            columns, transform = kind.open_stream(own, open_table(part.data))
         except CheckError as problems:
             findings += [dataclasses.replace(f, where=f"dataset {part.name}: {f.where}") for f in problems.findings]
             continue
@@ -110,7 +110,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"--output {path} exists; add --overwrite to replace it", file=sys.stderr)
         return 1
     try:
-        opened = opened_parts(config)
+        kind = import_module(model_family(config.model.model_name).samples.robot_data)
+        opened = opened_parts(config, kind)
     except CheckError as problems:
         print(problems, file=sys.stderr)
         return 1
@@ -119,7 +120,9 @@ def main(arguments: Sequence[str]) -> int:
     merged = config.data.mixture_statistics == "merged"
     with tqdm(total=num_samples, unit="sample", disable=None) as bar:
         groups = [streams] if merged else [[stream] for stream in streams]
-        computed = [s for group in groups for s in merged_statistics(group, config.data.statistics_quantiles, bar.update)]
+        computed = [
+            s for group in groups for s in kind.statistics_of_streams(group, config.data.statistics_quantiles, bar.update)
+        ]
     path.parent.mkdir(parents=True, exist_ok=True)
     if len(opened) == 1:
         computed[0].save(path)

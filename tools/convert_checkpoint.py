@@ -109,6 +109,8 @@ def convert(family: ModelFamily, options: argparse.Namespace) -> None:
                 "--input: a released layout is written from one native checkpoint; convert the parts to native first"
             )
         converter.to_released(options.input[0], options.to, options.output, averaged=options.averaged, max_shard_bytes=limit)
+    if family.samples.carry_files is not None:
+        print("\n".join(family.samples.carry_files(options.input[0], options.output)))
     # Made last: the tensors of a conversion and a second copy of the model need not be in memory together.
     model = _fresh_model(family, config, options.seed)
     converter.load(options.output, model)

@@ -1,6 +1,7 @@
-"""From nothing to a trained, killed and resumed Pi0.5 on two CPU cores; every command is printed so that it can be copied.
+"""From nothing to a trained, killed and resumed model on two CPU cores; every command is printed so that it can be copied.
 
-    make quickstart          (or, in an installed environment: python tools/quickstart.py)
+    make quickstart          Pi0.5 (or, in an installed environment: python tools/quickstart.py)
+    make quickstart-groot    GR00T N1.7 on the same recorded demonstrations (--model-name groot_n1_7)
 
 Stages: record demonstrations in a simulator, train a tokenizer, compute statistics, check the dataset, train under torchrun
 with two processes until half-way, kill them, resume to the end, report. A rerun reuses what is complete.
@@ -18,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_vla.config.cli import StrictParser, add_section, build_section, flag_name
 
@@ -29,8 +30,11 @@ ROOT = Path(__file__).resolve().parents[1]
 class QuickstartConfig:
     """Quickstart: sizes of the demonstration run"""
 
+    model_name: Literal["pi05", "groot_n1_7"] = "pi05"
+    """Model family."""
+
     output: str = "outputs/quickstart"
-    """Folder for everything that is made."""
+    """Folder for everything that is made: the demonstrations, which every family uses, and a folder for each other family."""
 
     tasks: tuple[str, ...] = ("drawer-open", "window-close", "button-press-topdown")
     """MetaWorld tasks to record."""
@@ -51,8 +55,23 @@ class QuickstartConfig:
     """How long the installation took, for the closing table."""
 
 
+@dataclass(frozen=True)
+class FamilyRecipe:
+    """What differs between the families. sizes: of the model; flags: further words; tokenizer: its file and how it is made.
+
+    folder: of its files below --output. statistics: flags that shape them.
+    """
+
+    sizes: Mapping[str, object]
+    flags: tuple[str, ...]
+    tokenizer: str
+    tokenizer_flags: tuple[str, ...]
+    folder: str
+    statistics: tuple[str, ...]
+
+
 # A Pi0.5 of 2 million parameters: all of its parts, in a size that two cores can train.
-MODEL_SIZES = {
+PI05_SIZES = {
     "vision_hidden_size": 96,
     "vision_num_layers": 4,
     "vision_num_attention_heads": 4,
@@ -69,6 +88,34 @@ MODEL_SIZES = {
     "action_horizon": 10,
     "max_action_dim": 8,
 }
+# A GR00T of 2 million parameters, which trains its backbone too: here it starts from nothing.
+GROOT_SIZES = {
+    "image_size": 96,
+    "vision_hidden_size": 96,
+    "vision_num_layers": 4,
+    "vision_num_attention_heads": 4,
+    "vision_ffn_hidden_size": 256,
+    "num_layers": 4,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 32,
+    "ffn_hidden_size": 320,
+    "vocab_size": 1024,
+    "image_token": 5,
+    "padding_token": 0,
+    "max_prompt_length": 48,
+    "vl_num_attention_heads": 4,
+    "vl_ffn_hidden_size": 256,
+    "dit_num_attention_heads": 4,
+    "dit_kv_channels": 32,
+    "dit_ffn_hidden_size": 320,
+    "head_hidden_size": 64,
+    "action_horizon": 10,
+    "max_action_dim": 8,
+    "max_state_dim": 48,
+}
+GROOT_FLAGS = ("--mrope-sections", "8", "4", "4", "--tune-llm", "--tune-visual", "--embodiment-id", "0")
 TRAINING_VALUES = {
     "micro_batch_size": 8,
     "global_batch_size": 16,
@@ -81,6 +128,19 @@ TRAINING_VALUES = {
 # MetaWorld's actions shift the hand's target: they are relative to the state already.
 ACTION_FLAGS = ("--dataset-action-representation", "delta")
 CAMERA_FLAGS = ("--camera-map", "base=observation.images.top", "left_wrist=observation.images.wrist")
+
+
+RECIPES = {
+    "pi05": FamilyRecipe(PI05_SIZES, (), "tokenizer.model", (), "", ("--action-horizon", "10", *ACTION_FLAGS)),
+    "groot_n1_7": FamilyRecipe(
+        GROOT_SIZES,
+        GROOT_FLAGS,
+        "tokenizer.json",
+        ("--kind", "byte_pair"),
+        "groot_n1_7",
+        ("--action-horizon", "10", *ACTION_FLAGS, "--embodiment-id", "0"),
+    ),
+}
 
 
 @dataclass
@@ -170,13 +230,16 @@ def as_flags(values: Mapping[str, object]) -> list[str]:
 def training_command(config: QuickstartConfig, output: Path, train_iters: int) -> list[str]:
     """The torchrun command; it starts, and it resumes."""
     distributed = ("--standalone", "--nproc-per-node", str(config.num_processes))
-    save = output / "checkpoints"
+    recipe = RECIPES[config.model_name]
+    own = output / recipe.folder
+    save = own / "checkpoints"
     return [
         *python_command("-m", "torch.distributed.run", *distributed, "pretrain_vla.py"),
-        *("--model-name", "pi05", "--model-variant", "tiny"),
-        *as_flags({**MODEL_SIZES, "image_size": config.image_size}),
-        *("--data-path", str(output / "demonstrations"), "--tokenizer-model", str(output / "tokenizer.model")),
-        *("--statistics-path", str(output / "statistics.json"), *ACTION_FLAGS),
+        *("--model-name", config.model_name, "--model-variant", "tiny"),
+        *as_flags({"image_size": config.image_size, **recipe.sizes}),
+        *recipe.flags,
+        *("--data-path", str(output / "demonstrations"), "--tokenizer-model", str(own / recipe.tokenizer)),
+        *("--statistics-path", str(own / "statistics.json"), *ACTION_FLAGS),
         *CAMERA_FLAGS,
         *as_flags(TRAINING_VALUES),
         *("--train-iters", str(train_iters), "--lr-decay-iters", str(config.train_iters)),
@@ -186,7 +249,7 @@ def training_command(config: QuickstartConfig, output: Path, train_iters: int) -
 
 def report(config: QuickstartConfig, output: Path, stages: Stages, losses_until_kill: Mapping[int, float]) -> None:
     """The closing page. SystemExit when the loss did not fall: this is also a test."""
-    save = output / "checkpoints"
+    save = output / RECIPES[config.model_name].folder / "checkpoints"
     logs = save / "logs"
     losses = [loss for _, loss in sorted(read_losses(ROOT / save).items())]
     first, last = losses[: max(1, len(losses) // 60)], losses[-max(1, len(losses) // 15) :]
@@ -220,8 +283,10 @@ def is_fresh(made: Path, source: Path) -> bool:
 
 def quickstart(config: QuickstartConfig) -> None:
     """All stages."""
-    output = Path(config.output)
-    demonstrations, save = output / "demonstrations", output / "checkpoints"
+    output, recipe = Path(config.output), RECIPES[config.model_name]
+    own = output / recipe.folder
+    demonstrations, save = output / "demonstrations", own / "checkpoints"
+    (ROOT / own).mkdir(parents=True, exist_ok=True)
     half = config.train_iters // 2
     stages = Stages(total=6)
     with stages.stage("record"):
@@ -231,21 +296,22 @@ def quickstart(config: QuickstartConfig) -> None:
     recording = ROOT / demonstrations / "meta/recording.json"
     data = ("--data-path", demonstrations)
     with stages.stage("tokenizer"):
-        if is_fresh(ROOT / output / "tokenizer.model", recording):
+        if is_fresh(ROOT / own / recipe.tokenizer, recording):
             print("   complete, reused")
         else:
-            run(python_command("tools/train_tokenizer.py", *data, "--output", output / "tokenizer.model"))
+            made = ("--output", own / recipe.tokenizer)
+            run(python_command("tools/train_tokenizer.py", *data, *recipe.tokenizer_flags, *made))
     with stages.stage("statistics"):
-        if is_fresh(ROOT / output / "statistics.json", recording):
+        if is_fresh(ROOT / own / "statistics.json", recording):
             print("   complete, reused")
         else:
-            horizon = ("--model-variant", "tiny", "--action-horizon", str(MODEL_SIZES["action_horizon"]), *ACTION_FLAGS)
-            written = ("--output", output / "statistics.json", "--overwrite")
-            run(python_command("tools/compute_norm_stats.py", *data, *horizon, *written))
+            model = ("--model-name", config.model_name, "--model-variant", "tiny")
+            written = ("--output", own / "statistics.json", "--overwrite")
+            run(python_command("tools/compute_norm_stats.py", *data, *model, *recipe.statistics, *written))
     with stages.stage("check data"):
         run(python_command("tools/check_dataset.py", *data, "--deep", *ACTION_FLAGS))
     command = training_command(config, output, config.train_iters)
-    kill_file = ROOT / output / "losses_until_kill.json"
+    kill_file = ROOT / own / "losses_until_kill.json"
     with stages.stage("train, kill"):
         if saved_iteration(ROOT / save) >= half:
             print(f"   checkpoint of iteration {saved_iteration(ROOT / save)} is there, reused")

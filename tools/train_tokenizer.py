@@ -1,10 +1,12 @@
-"""Trains a small SentencePiece tokenizer on a dataset's own instructions, for users without PaliGemma's tokenizer file.
+"""Trains a small tokenizer on a dataset's own instructions, for users without the released model's tokenizer files.
 
     python tools/train_tokenizer.py --data-path outputs/demonstrations --output outputs/tokenizer.model
+    python tools/train_tokenizer.py --data-path outputs/demonstrations --kind byte_pair --output outputs/tokenizer.json
 
-It knows the prompt's fixed words, every state bin (-1 ... 255, one or two tokens each), newline, and all bytes, so that no text
-is unknown. Control ids are PaliGemma's: pad 0, eos 1, bos 2, unk 3. The same instructions give the same file. Not
-interchangeable with PaliGemma's tokenizer: a released checkpoint needs its own.
+sentencepiece (Pi0.5): knows the prompt's fixed words, every state bin (-1 ... 255, one or two tokens each), newline, and all
+bytes, so that no text is unknown; control ids are PaliGemma's: pad 0, eos 1, bos 2, unk 3. byte_pair (GR00T): byte-level BPE as
+Qwen's, padding 0, image token 5. The same instructions give the same file. Not interchangeable with released tokenizers: a
+released checkpoint needs its own.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from megatron_vla.config.cli import StrictParser, add_section, build_section
 from megatron_vla.config.datasets import split_data_path
+from megatron_vla.data.groot.chat import IMAGE, PADDING, SPECIAL_TOKENS, formalized
+from megatron_vla.data.groot.tokenizer import BytePairTokenizer, train_tokenizer_bytes
 from megatron_vla.data.metadata import read_metadata
 from megatron_vla.data.prompt import NUM_STATE_BINS, SentencePieceTokenizer, clean_instruction, state_prompt
 from megatron_vla.data.rlds_features import is_rlds
@@ -32,7 +37,10 @@ MIN_VOCABULARY = 3 + 1 + 256 + 1  # pad, eos, bos; unk; bytes; newline
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """Tokenizer: a small SentencePiece model for one dataset's instructions"""
+    """Tokenizer: a small one for one dataset's instructions"""
+
+    kind: Literal["sentencepiece", "byte_pair"] = "sentencepiece"
+    """sentencepiece for Pi0.5, byte_pair for GR00T."""
 
     data_path: tuple[str, ...] = ()
     """Root folders of the datasets whose instructions are learned (required), as training takes them: [NAME=]FOLDER."""
@@ -96,15 +104,34 @@ def train_tokenizer(instructions: Iterable[str], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
-def train_from_datasets(config: TokenizerConfig) -> SentencePieceTokenizer:
+def _train_byte_pair(texts: list[str], vocab_size: int, output: Path) -> BytePairTokenizer:
+    if not texts:
+        raise ValueError("no instructions to learn from -> give a dataset whose episodes have task texts")
+    if vocab_size < 256 + len(SPECIAL_TOKENS) + 64:
+        raise ValueError(f"--vocab-size {vocab_size}: bytes and special tokens need most of it -> give 400 or more")
+    # Words as prompts have them, and the two that every chat turn has.
+    model_bytes = train_tokenizer_bytes([*(formalized(text) for text in texts), *texts, "user\n"], vocab_size)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_bytes(model_bytes)
+    tokenizer = BytePairTokenizer(model_bytes)
+    print(f"{output}: {tokenizer.vocab_size} tokens from {len(set(texts))} instruction(s)")
+    numbers = f"--image-token {tokenizer.token_id(IMAGE)} --padding-token {tokenizer.token_id(PADDING)}"
+    print(f"use it with {numbers} --vocab-size {tokenizer.vocab_size} or more")
+    return tokenizer
+
+
+def train_from_datasets(config: TokenizerConfig) -> SentencePieceTokenizer | BytePairTokenizer:
     """Train, write --output, and return the tokenizer. Raises ValueError for missing flags."""
     if not config.data_path or not config.output:
         raise ValueError("--data-path and --output are both needed")
     folders = [split_data_path(path)[1] for path in config.data_path]
     mappings = [config.rlds_mapping if is_rlds(Path(folder)) else None for folder in folders]
     instructions = [t for f, m in zip(folders, mappings, strict=True) for t in read_metadata(f, m)[0].instructions]
-    model_bytes = train_tokenizer([text for text in instructions if text.strip()], config.vocab_size)
+    texts = [text for text in instructions if text.strip()]
     output = Path(config.output)
+    if config.kind == "byte_pair":
+        return _train_byte_pair(texts, config.vocab_size, output)
+    model_bytes = train_tokenizer(texts, config.vocab_size)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_bytes(model_bytes)
     tokenizer = SentencePieceTokenizer(model_bytes)

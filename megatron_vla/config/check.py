@@ -40,11 +40,24 @@ def check(config: RunConfig, family: Any, world_size: int) -> list[Finding]:
         findings += _global_batch(config, world_size)
         findings += _pipeline(config, family, world_size)
         findings += _data_parallel(config, world_size)
+    findings += _family_flags(config, family)
     own = family.check(config)
     findings += own
     if not any(finding.severity == "error" for finding in own):
         findings += module_pattern_findings(config, family)
     return findings
+
+
+def _family_flags(config: RunConfig, family: Any) -> Iterator[Finding]:
+    """Data flags that this family does not read would be ignored without a word."""
+    name, rules = config.model.model_name, family.samples
+    for field, instead in rules.unused_flags.items():
+        if field in config.given:
+            yield error(flag_name(field), f"has no effect with --model-name {name}", instead)
+    augmentation = config.data.augmentation
+    if augmentation != "none" and augmentation not in rules.augmentations:
+        known = ", ".join(("none", *rules.augmentations))
+        yield error("--augmentation", f"{augmentation} is not made for {name}", f"known are {known}")
 
 
 def _layout(config: RunConfig) -> Iterator[Finding]:

@@ -26,7 +26,14 @@ def flag_name(field_name: str) -> str:
 
 @cache
 def field_help(section: type) -> dict[str, str]:
-    """Help text of every field of `section`: the string literal that follows it in the source."""
+    """Help text of every field of `section`: the string literal that follows it in the source, its own or a parent's."""
+    inherited = {
+        k: v for parent in section.__bases__ if dataclasses.is_dataclass(parent) for k, v in field_help(parent).items()
+    }
+    return {**inherited, **_own_help(section)}
+
+
+def _own_help(section: type) -> dict[str, str]:
     tree = ast.parse(inspect.getsource(section).lstrip())
     body = typing.cast(ast.ClassDef, tree.body[0]).body
     texts: dict[str, str] = {}

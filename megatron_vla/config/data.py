@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-AugmentationKind = Literal["none", "openpi_torch", "openpi_jax"]
+AugmentationKind = Literal["none", "openpi_torch", "openpi_jax", "groot"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,19 @@ class DataConfig:
     action_key: str = "action"
     """Dataset feature that holds the action."""
 
+    embodiment_tag: str = "new_embodiment"
+    """GR00T: which robot this is; chooses per-embodiment weights, and keys and statistics in a checkpoint's files."""
+
+    embodiment_id: int | None = None
+    """GR00T: slot of the per-embodiment weights. Not set: --embodiment-tag's in the checkpoint or the released table."""
+
+    modality_config: str | None = None
+    """GR00T: JSON file with the robot's keys, steps and action representations (as in processor_config.json). Not set: the
+    pretrained checkpoint's for --embodiment-tag, else every key of meta/modality.json with actions as the dataset has them."""
+
+    language_key: str = "task"
+    """GR00T: where instructions come from when no modality configuration says: the episode's task, or annotation.NAME."""
+
     dataset_action_representation: Literal["absolute", "delta"] = "absolute"
     """How the dataset's actions are written: absolute targets, or already relative to the state."""
 
@@ -97,7 +110,8 @@ class DataConfig:
     """Resize with padding: antialiased uint8 (openpi's data pipeline) or float without antialias (LeRobot)."""
 
     tokenizer_model: str | None = None
-    """SentencePiece model file of the prompt tokenizer (a local path; nothing is downloaded)."""
+    """Prompt tokenizer (a local path; nothing is downloaded). Pi0.5: SentencePiece model file. GR00T: tokenizer.json, or a
+    folder with it or with vocab.json, merges.txt and tokenizer_config.json."""
 
     prompt_state: bool = True
     """Put the discretized state into the prompt (Task: ..., State: ...;). Off: task text and a newline."""
@@ -124,7 +138,8 @@ class DataConfig:
     """Text file with one episode index per line to leave out (tools/check_dataset.py writes one)."""
 
     augmentation: AugmentationKind = "none"
-    """Random crop, rotation and colours of training images, as openpi's PyTorch or JAX code does it (they differ)."""
+    """Random changes of training images. Pi0.5: crop, rotation and colours as openpi's PyTorch or JAX code has it (they
+    differ). GR00T: groot, one crop for all pictures of a sample and colour jitter."""
 
     augmentation_device: Literal["cpu", "gpu"] = "cpu"
     """Augment in the data workers, or on the training device in one batched pass (a quarter of the bytes to copy)."""

@@ -31,6 +31,10 @@ OVERRIDABLE = (
     "drop_nonfinite",
     "drop_idle_frames",
     "rlds_mapping",
+    "embodiment_tag",
+    "embodiment_id",
+    "modality_config",
+    "language_key",
 )
 
 
@@ -149,6 +153,8 @@ def _converted(annotation: Any, text: str) -> Any:
         if text not in choices:
             raise ValueError(f"one of {', '.join(choices)} is needed")
         return text
+    if annotation == int | None:
+        return int(text)
     if typing.get_origin(annotation) is tuple:
         return tuple(int(number) for number in text.split(",") if number)
     return text

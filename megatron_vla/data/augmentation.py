@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_vla.config.data import AugmentationKind
+from megatron_vla.config.run import RunConfig
 from megatron_vla.data.draws import JAX_FIELDS, TORCH_FIELDS, augmentation_draws, crop_side
 from megatron_vla.data.image import pixels_to_model_range
 
@@ -57,6 +58,11 @@ class Augmentation:
         parameters_VP = torch.from_numpy(self.parameters(arrays, epoch))
         images = self.apply(torch.from_numpy(arrays["images_BVCHW"])[None], parameters_VP[None])
         return {**arrays, "images_BVCHW": images[0].numpy()}
+
+
+def build_augmentation(config: RunConfig, views: tuple[str, ...]) -> Augmentation:
+    """Of --augmentation, for a family with square image slots."""
+    return Augmentation(config.data.augmentation, config.training.seed, config.family.image_size, views)
 
 
 def augment(kind: AugmentationKind, images_BVCSS: Tensor, parameters_BVP: Tensor, geometry_views: list[int]) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +31,6 @@ def build_data(config: RunConfig, family: Any) -> DataSupply:
     """Check the data and build its supply. Raises CheckError with everything that is wrong; prints on rank 0 only."""
     if config.data.mock_data:
         return _build_mock(config, family.samples)
-    # Only here: mock data must run where no video library is installed.
-    from megatron_vla.data.robot_data import prepare_robot_data
-
     quiet = int(os.environ.get("RANK", "0")) != 0
     parts, findings = dataset_parts(config.data)
     raise_errors(findings)
@@ -41,7 +39,9 @@ def build_data(config: RunConfig, family: Any) -> DataSupply:
     if parts:
         # Names and per-dataset forms of the flags mean something with one dataset too.
         config = dataclasses.replace(config, data=parts[0].data)
-    prepared = prepare_robot_data(config, state_is_model_input="state_BD" in family.batch_fields)
+    # Only here: mock data must run where no video library is installed.
+    kind = import_module(family.samples.robot_data)
+    prepared: PreparedData = kind.finish_robot_data(kind.open_robot_data(config, family.batch_fields))
     order, locators = None, None
     if config.data.data_access == "decode_once":
         locators = _locators(config, prepared)
@@ -80,7 +80,7 @@ def _shard_order(config: RunConfig, dataset: RobotDataset, locators: LocatorInde
 def _build_mixture(config: RunConfig, parts: list[DatasetPart], family: Any, quiet: bool) -> DataSupply:
     from megatron_vla.data.mixture_data import prepare_mixture
 
-    prepared = prepare_mixture(config, parts, "state_BD" in family.batch_fields)
+    prepared = prepare_mixture(config, parts, family)
     sizes = [data.num_samples for data in prepared.parts]
     sources = [RobotSource(data.dataset, data.preprocessor, data.rows) for data in prepared.parts]
     seed, shuffle = config.training.seed, config.data.shuffle

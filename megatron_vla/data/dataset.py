@@ -7,9 +7,10 @@ action horizon, D dimensions.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from megatron_vla.data.episode_table import EpisodeTable
 from megatron_vla.data.frame_source import FrameSource
 from megatron_vla.data.lerobot_columns import Columns, named_episodes
 from megatron_vla.data.metadata import read_metadata
+from megatron_vla.data.sample_shape import SampleShape, joined
 from megatron_vla.data.video_probe import BackendChoice, choose_backend
 from megatron_vla.findings import CheckError, Finding, error, raise_errors, warning
 
@@ -45,9 +47,9 @@ PADDED_SHARE_LIMIT = 0.5
 class RawSample:
     """One sample as the dataset has it.
 
-    images: camera -> uint8 RGB [H, W, C]; state_D float32; actions_TD float32: this frame's action and the following ones,
-    repeating the episode's last; action_is_in_episode_T bool: False where repeated; index: sample number; episode_index: the
-    dataset's own number.
+    images: camera -> uint8 RGB [H, W, C] (with several frames per sample [F, H, W, C]); state_D float32; actions_TD float32:
+    this frame's action and the following ones, repeating the episode's last; action_is_in_episode_T bool: False where repeated;
+    index: sample number; episode_index: the dataset's own number.
     """
 
     index: int
@@ -80,18 +82,26 @@ class RobotDataset:
         cache_size: int,
         findings: Sequence[Finding] = (),
         summary: Sequence[str] = (),
+        shape: SampleShape | None = None,
     ):
         # The columns are held once, below: a table of record files would carry a second copy to every worker.
         self.table = table.without_columns()
         self.cameras = tuple(cameras)
         self.state_key, self.action_key = state_key, action_key
         self.steps = steps
+        self.frame_deltas = (0,) if shape is None else shape.frame_deltas
         self.findings, self.summary = tuple(findings), tuple(summary)
         self.frames = FrameSource(self.table, backend, cache_size)
-        text_of_N, self._texts = instruction_codes(table, columns)
+        rows = columns.num_rows
+        if shape is None:
+            text_of_N, self._texts = instruction_codes(table, columns)
+            state_ND, actions_ND = (columns.values[key].reshape(rows, -1) for key in (state_key, action_key))
+        else:
+            text_of_N, self._texts = instruction_codes(table, columns, shape.task_column)
+            state_ND, actions_ND = (joined(columns.values, places, rows) for places in (shape.state, shape.action))
         arrays = {
-            "state": columns.values[state_key].reshape(columns.num_rows, -1),
-            "actions": columns.values[action_key].reshape(columns.num_rows, -1),
+            "state": state_ND,
+            "actions": actions_ND,
             "frame": columns.frame_of_R(),
             "row": columns.episode_of_R(),
             "first_row": columns.first_row_E,
@@ -143,8 +153,23 @@ class RobotDataset:
         """Sample `index`. Raises ValueError naming file, episode, camera and frame when a picture cannot be had."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        row, frame = self.table_row(index), int(self.frame_of_N[index])
-        return self.raw_sample(index, {camera: self.frames.frames(camera, row, [frame])[0] for camera in self.cameras})
+        return self.raw_sample(index, next(iter(self.pictures(self.table_row(index), [int(self.frame_of_N[index])]))))
+
+    def pictures(self, row: int, frames: Sequence[int]) -> Iterator[dict[str, np.ndarray]]:
+        """camera -> uint8 [H, W, C] (several frames per sample: [F, H, W, C]) of samples at ascending `frames` of one episode.
+
+        Each frame is decoded once, in ascending order. Raises ValueError naming file, episode, camera and frame.
+        """
+        if self.frame_deltas == (0,):
+            decoded = {camera: self.frames.frames(camera, row, frames) for camera in self.cameras}
+            yield from ({camera: decoded[camera][place] for camera in self.cameras} for place in range(len(frames)))
+            return
+        # Before the episode's start its first frame stands in: nothing else has been seen by then.
+        wanted = np.maximum(0, np.asarray(frames)[:, None] + np.asarray(self.frame_deltas)[None, :])
+        unique, place_of = np.unique(wanted, return_inverse=True)
+        decoded = {camera: self.frames.frames(camera, row, unique.tolist()) for camera in self.cameras}
+        for places in place_of.reshape(wanted.shape).tolist():
+            yield {camera: np.stack([decoded[camera][place] for place in places]) for camera in self.cameras}
 
     @property
     def length_of_N(self) -> np.ndarray:
@@ -216,21 +241,22 @@ def build_robot_dataset(
     action_horizon: int,
     camera_keys: Sequence[str],
     opened: tuple[EpisodeTable, list[Finding]] | None = None,
+    shape: SampleShape | None = None,
 ) -> RobotDataset:
     """Check and index the dataset of --data-path for `camera_keys`. Raises CheckError with everything found.
 
-    `opened`: what `open_table` returned, when that was called before.
+    `opened`: what `open_table` returned, when that was called before. `shape`: a sample's own make-up; its columns exist.
     """
     whole, findings = opened or open_table(data_config)
     found = Found(findings)
     keep_E = _kept_episodes(data_config, whole, found)
     found.merge(check_table(whole, keep_E))
+    keys = {"state_key": data_config.state_key, "action_key": data_config.action_key}
     settings = CheckSettings(
-        state_key=data_config.state_key,
-        action_key=data_config.action_key,
         dataset_action_representation=data_config.dataset_action_representation,
         empty_instruction=data_config.empty_instruction,
         drop_nonfinite=data_config.drop_nonfinite,
+        **{**keys, **_shape_settings(shape)},
     )
     _check_keys(whole, settings, camera_keys, found)
     raise_errors(found.findings)
@@ -242,7 +268,7 @@ def build_robot_dataset(
     if data_config.empty_instruction == "drop":
         table, columns = _drop_without_instruction(table, columns, found)
     choice = _backend(data_config, found, table.fps)
-    steps = action_steps(data_config, action_horizon, table.fps)
+    steps = action_steps(data_config, action_horizon, table.fps) if shape is None else shape.steps
     padded = steps.padded_share(table.length_E)
     if padded > PADDED_SHARE_LIMIT:
         found.add(
@@ -256,15 +282,25 @@ def build_robot_dataset(
     return RobotDataset(
         table,
         columns,
-        state_key=data_config.state_key,
-        action_key=data_config.action_key,
+        state_key=settings.state_key,
+        action_key=settings.action_key,
         cameras=camera_keys,
         steps=steps,
         backend=choice.backend,
         cache_size=data_config.video_decoder_cache_size,
         findings=once([f for f in found.findings if f.severity == "warning"]),
         summary=_summary(data_config, table, whole, choice, padded, tuple(camera_keys)),
+        shape=shape,
     )
+
+
+def _shape_settings(shape: SampleShape | None) -> dict[str, Any]:
+    if shape is None:
+        return {}
+    # The first column of each stands for it in the checks of motion and copied actions; all are checked for NaN.
+    first = {"state_key": shape.state[0].column, "action_key": shape.action[0].column}
+    more = tuple(column for column in shape.columns if column not in first.values())
+    return {**first, "more_columns": more, "task_column": shape.task_column}
 
 
 def _single_root(data_config: DataConfig) -> Path:

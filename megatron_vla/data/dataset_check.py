@@ -35,6 +35,8 @@ class CheckSettings:
     dataset_action_representation: str = "absolute"
     empty_instruction: str = "error"
     drop_nonfinite: bool = False
+    more_columns: tuple[str, ...] = ()  # further columns of numbers that are trained on
+    task_column: str = "task_index"
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,8 @@ def check_columns(table: EpisodeTable, settings: CheckSettings, found: Found) ->
     if missing:
         found.add(missing_columns(table, settings))
         return None
-    wanted = dict.fromkeys([settings.state_key, settings.action_key])
-    for name in ("task_index", "episode_index", "frame_index", "timestamp"):
+    wanted = dict.fromkeys([settings.state_key, settings.action_key, *settings.more_columns])
+    for name in (settings.task_column, "episode_index", "frame_index", "timestamp"):
         if name in table.features:
             wanted[name] = None
     columns, broken = load_columns(table, tuple(wanted))
@@ -109,9 +111,10 @@ def check_columns(table: EpisodeTable, settings: CheckSettings, found: Found) ->
     result = Found()
     for check in (check_rows, check_timestamps):
         result.merge(check(part, view))
-    result.merge(check_finite(part, view, (settings.state_key, settings.action_key), settings.drop_nonfinite))
+    numbers_keys = (settings.state_key, settings.action_key, *settings.more_columns)
+    result.merge(check_finite(part, view, numbers_keys, settings.drop_nonfinite))
     result.merge(check_actions(part, view, settings.state_key, settings.action_key, settings.dataset_action_representation))
-    codes, texts = instruction_codes(part, view)
+    codes, texts = instruction_codes(part, view, settings.task_column)
     result.merge(check_instructions(part, codes, texts, view, settings.empty_instruction))
     result.bad_episodes = {int(numbers[e]) for e in result.bad_episodes}
     found.merge(result)
@@ -131,16 +134,18 @@ def missing_columns(table: EpisodeTable, settings: CheckSettings) -> Finding:
     return error("meta/info.json", f"no feature {asked}; numeric features are {listed}", f"for example {' '.join(flags)}")
 
 
-def instruction_codes(table: EpisodeTable, columns: Columns) -> tuple[np.ndarray, tuple[str, ...]]:
-    """(int32 code of each row's instruction, texts): by task_index; -1 where the task does not exist.
+def instruction_codes(
+    table: EpisodeTable, columns: Columns, task_column: str = "task_index"
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """(int32 code of each row's instruction, texts): by the column of task indices; -1 where the task does not exist.
 
-    Datasets without a task_index column use the episode's own task.
+    Datasets without that column use the episode's own task.
     """
-    if "task_index" not in columns.values:
+    if task_column not in columns.values:
         return table.instruction_of_E[columns.episode_of_R()], table.instructions
     indices = np.array(sorted(table.task_texts), dtype=np.int64)
     texts = tuple(table.task_texts[int(i)] for i in indices)
-    task_R = columns.values["task_index"]
+    task_R = columns.values[task_column]
     if not len(indices):
         return np.full(columns.num_rows, -1, dtype=np.int32), texts
     place = np.clip(np.searchsorted(indices, task_R), 0, len(indices) - 1).astype(np.int32)

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from megatron_vla.data.augmentation import Augmentation
 from megatron_vla.data.batch import Batch, TensorFields, collate_tensors
 from megatron_vla.data.locator import LocatorIndex
-from megatron_vla.data.preprocess import Preprocessor
 from megatron_vla.data.sampler import MicroBatchSampler
 from megatron_vla.data.watch import DataWatch, Stage, StageTimes, StatusBoard
 
@@ -28,8 +26,10 @@ if TYPE_CHECKING:
 
 # Random draws of one training sample as arrays, by (seed, epoch, sample index).
 Draws = Callable[[int, int, int], dict[str, Any]]
-# A family's own way from samples to a micro-batch.
+# A family's own way from samples to a micro-batch, or to a LoadedBatch where more than that is to be handed on.
 Assemble = Callable[[Sequence[Mapping[str, Any]]], Any]
+# A family's own last change of a training sample, by (arrays, seed, epoch).
+Change = Callable[[dict[str, Any], int, int], dict[str, Any]]
 PromptPadding = Literal["max", "longest", "bucket"]
 # Frames decoded in a row per camera: bounds the raw pictures in memory, and long enough that switching files costs nothing.
 CHUNK_FRAMES = 32
@@ -63,6 +63,16 @@ class SampleSource(Protocol):
         ...
 
 
+class SamplePreprocessor(Protocol):
+    """What a source asks of a family's preprocessor."""
+
+    num_truncated_prompts: int
+
+    def __call__(self, sample: Any, epoch: int) -> dict[str, Any]:
+        """Arrays of one training sample."""
+        ...
+
+
 class RobotSource:
     """Samples of a robot dataset, preprocessed.
 
@@ -73,7 +83,7 @@ class RobotSource:
     def __init__(
         self,
         dataset: RobotDataset,
-        preprocessor: Preprocessor,
+        preprocessor: SamplePreprocessor,
         rows: np.ndarray | None,
         locators: LocatorIndex | None = None,
     ) -> None:
@@ -127,13 +137,13 @@ class RobotSource:
             self._note("decode", indices[0])
             start = time.perf_counter()
             frames = [int(dataset.frame_of_N[row]) for row in rows]
-            images = {camera: dataset.frames.frames(camera, episode, frames) for camera in dataset.cameras}
+            pictures = list(dataset.pictures(episode, frames))
             self._count_reading(time.perf_counter() - start, len(dataset.cameras) * visit_start)
         except Exception as problem:
             raise SampleError(f"{self.where(indices[0])}: {type(problem).__name__}: {problem}") from problem
-        for place, (index, row) in enumerate(zip(indices, rows, strict=True)):
+        for index, row, images in zip(indices, rows, pictures, strict=True):
             try:
-                raw = dataset.raw_sample(row, {camera: images[camera][place] for camera in dataset.cameras})
+                raw = dataset.raw_sample(row, images)
                 yield self._preprocessed(index, raw, epoch)
             except Exception as problem:
                 raise SampleError(f"{self.where(index)}: {type(problem).__name__}: {problem}") from problem
@@ -171,6 +181,18 @@ class RobotSource:
         return f"sample {row} (episode {number}, frame {frame}, {', '.join(map(str, files))})"
 
 
+class SampleAugmentation(Protocol):
+    """Random changes of a sample's pictures, as pure functions of (seed, epoch, sample)."""
+
+    def parameters(self, arrays: dict[str, Any], epoch: int) -> np.ndarray:
+        """What is drawn for one sample."""
+        ...
+
+    def apply_to_sample(self, arrays: dict[str, Any], epoch: int) -> dict[str, Any]:
+        """The arrays with changed pictures."""
+        ...
+
+
 class DrawnSamples(Dataset[tuple[dict[str, Any], StageTimes]]):
     """Map-style dataset keyed by (epoch, sample number): the sample with its noise, flow time and augmentation.
 
@@ -182,15 +204,17 @@ class DrawnSamples(Dataset[tuple[dict[str, Any], StageTimes]]):
         source: SampleSource,
         seed: int,
         draws: Draws,
-        augmentation: Augmentation | None = None,
+        augmentation: SampleAugmentation | None = None,
         augment_here: bool = True,
         board: StatusBoard | None = None,
+        change: Change | None = None,
     ) -> None:
         self.source = source
         self.seed = seed
         self.draws = draws
         self.augmentation = augmentation
         self.augment_here = augment_here
+        self.change = change
         self.board = board or StatusBoard(0)
         self._augment_seconds = 0.0
 
@@ -210,6 +234,7 @@ class DrawnSamples(Dataset[tuple[dict[str, Any], StageTimes]]):
         # Draws are keyed by the dataset index, which stays the same when other samples are left out.
         index = int(arrays["sample_index_B"])
         drawn = {**arrays, **self.draws(self.seed, epoch, index)}
+        drawn = drawn if self.change is None else self.change(drawn, self.seed, epoch)
         if self.augmentation is None:
             return drawn
         if not self.augment_here:
@@ -227,18 +252,32 @@ class DrawnSamples(Dataset[tuple[dict[str, Any], StageTimes]]):
         return times
 
 
+class PendingWork(Protocol):
+    """What an assembler left to be done on the training device."""
+
+    def pin_memory(self) -> PendingWork:
+        """The same in page-locked memory."""
+        ...
+
+    def finish(self, batch: Any, device: torch.device) -> None:
+        """Do it: fields of the batch are replaced."""
+        ...
+
+
 @dataclass
 class LoadedBatch:
-    """A micro-batch, what it cost, and augmentation parameters [B, V, P] that are still to be applied."""
+    """A micro-batch, what it cost, and what is still to be done: augmentation parameters [B, V, P], or an assembler's own."""
 
     batch: TensorFields
     times: StageTimes
     augmentation_BVP: Tensor | None = None
+    pending: PendingWork | None = None
 
     def pin_memory(self) -> LoadedBatch:
         """Called by torch's DataLoader."""
         parameters = None if self.augmentation_BVP is None else self.augmentation_BVP.pin_memory()
-        return LoadedBatch(self.batch.pin_memory(), self.times, parameters)
+        pending = None if self.pending is None else self.pending.pin_memory()
+        return LoadedBatch(self.batch.pin_memory(), self.times, parameters, pending)
 
 
 def prompt_slots(longest: int, padding: PromptPadding, bucket_size: int, max_length: int) -> int:
@@ -273,6 +312,15 @@ def loaded_batch(tensors: dict[str, Tensor], times: StageTimes, width: PromptWid
     return LoadedBatch(Batch(**tensors), times, parameters_BVP)
 
 
+def assembled_batch(samples: Sequence[Mapping[str, Any]], times: StageTimes, assemble: Assemble) -> LoadedBatch:
+    """Samples -> one micro-batch, by the family's own assembler; its costs go to `times`."""
+    made = assemble(samples)
+    if not isinstance(made, LoadedBatch):
+        return LoadedBatch(made, times)
+    times.add(made.times)
+    return LoadedBatch(made.batch, times, made.augmentation_BVP, made.pending)
+
+
 def collate(
     items: list[tuple[dict[str, Any], StageTimes]], width: PromptWidth, assemble: Assemble | None = None
 ) -> LoadedBatch:
@@ -280,10 +328,11 @@ def collate(
     times, started = StageTimes(), time.perf_counter()
     for _, sample_times in items:
         times.add(sample_times)
+    samples = [arrays for arrays, _ in items]
     if assemble is None:
-        loaded = loaded_batch(collate_tensors([arrays for arrays, _ in items]), times, width)
+        loaded = loaded_batch(collate_tensors(samples), times, width)
     else:
-        loaded = LoadedBatch(assemble([arrays for arrays, _ in items]), times)
+        loaded = assembled_batch(samples, times, assemble)
     times.copy_seconds += time.perf_counter() - started
     return loaded
 

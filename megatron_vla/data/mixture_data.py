@@ -10,26 +10,25 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from megatron_vla.config.datasets import DatasetPart
 from megatron_vla.config.run import RunConfig
 from megatron_vla.data.mixture import quotas
-from megatron_vla.data.preprocess import MIXTURE_FILE, STATISTICS_FILE, TOKENIZER_FILE, Preprocessor
+from megatron_vla.data.preprocess import MIXTURE_FILE, STATISTICS_FILE, TOKENIZER_FILE
 from megatron_vla.data.robot_data import (
     OpenedData,
     PreparedData,
     SharedLayout,
-    finish_robot_data,
-    open_robot_data,
     statistics_command,
 )
 from megatron_vla.data.statistics import Statistics, save_statistics_of_datasets
-from megatron_vla.data.statistics_pass import merged_statistics
 from megatron_vla.findings import CheckError, Finding, error, raise_errors
+from megatron_vla.models.registry import ModelFamily
 
 T = TypeVar("T")
 
@@ -37,11 +36,11 @@ T = TypeVar("T")
 class MixturePreprocessor:
     """The preprocessors of a mixture by dataset name, in the order of --data-path."""
 
-    def __init__(self, parts: dict[str, Preprocessor], first_rows: Sequence[int]) -> None:
+    def __init__(self, parts: dict[str, Any], first_rows: Sequence[int]) -> None:
         self.parts = parts
         self.first_rows = np.asarray(first_rows)
 
-    def split(self, sample_index_B: np.ndarray) -> Iterator[tuple[str, Preprocessor, np.ndarray]]:
+    def split(self, sample_index_B: np.ndarray) -> Iterator[tuple[str, Any, np.ndarray]]:
         """(name, preprocessor, places in the batch) of each dataset that has samples in a batch."""
         dataset_B = np.searchsorted(self.first_rows, sample_index_B, side="right") - 1
         for number, (name, preprocessor) in enumerate(self.parts.items()):
@@ -73,17 +72,18 @@ class PreparedMixture:
     expected_padded_fraction: float
 
 
-def prepare_mixture(config: RunConfig, parts: Sequence[DatasetPart], state_is_model_input: bool) -> PreparedMixture:
+def prepare_mixture(config: RunConfig, parts: Sequence[DatasetPart], family: ModelFamily) -> PreparedMixture:
     """Raises CheckError with everything found in all datasets."""
-    opened = _collect(parts, lambda part: open_robot_data(_config_of(config, part), state_is_model_input))
+    kind = import_module(family.samples.robot_data)
+    opened: list[OpenedData] = _collect(parts, lambda part: kind.open_robot_data(_config_of(config, part), family.batch_fields))
     # One file holds the statistics of all datasets, so it is made anew for all of them.
     opened = [dataclasses.replace(data, command=statistics_command(config)) for data in opened]
     layout = _shared_layout(parts, opened, config.data.num_images)
     merged: Sequence[Statistics | None] = [None] * len(parts)
     if config.data.mixture_statistics == "merged":
-        merged = _merged(config, parts, opened)
+        merged = _merged(config, parts, opened, kind.statistics_of_streams)
     of_name = {part.name: (data, statistics) for part, data, statistics in zip(parts, opened, merged, strict=True)}
-    prepared = _collect(parts, lambda part: finish_robot_data(of_name[part.name][0], layout, of_name[part.name][1]))
+    prepared = _collect(parts, lambda part: kind.finish_robot_data(of_name[part.name][0], layout, of_name[part.name][1]))
     sizes = [data.num_samples for data in prepared]
     # All or none of the parts have one: the flag has a value for each dataset.
     weights = [part.weight for part in parts if part.weight is not None] or None
@@ -168,7 +168,12 @@ def _shared_layout(parts: Sequence[DatasetPart], opened: Sequence[OpenedData], n
     return SharedLayout(views, num_images or len(views), max(layout.state_dim for layout in known))
 
 
-def _merged(config: RunConfig, parts: Sequence[DatasetPart], opened: Sequence[OpenedData]) -> list[Statistics | None]:
+def _merged(
+    config: RunConfig,
+    parts: Sequence[DatasetPart],
+    opened: Sequence[OpenedData],
+    statistics_of_streams: Callable[..., list[Statistics]],
+) -> list[Statistics | None]:
     """The same statistics for every dataset, of all their samples."""
     if config.data.statistics_path is not None:
         # Whoever made that file merged them there: the checkpoint's own, at a resume.
@@ -184,4 +189,5 @@ def _merged(config: RunConfig, parts: Sequence[DatasetPart], opened: Sequence[Op
     # Statistics over columns with faults would hide them behind numbers.
     raise_errors([_named(p.name, f) for p, data in zip(parts, opened, strict=True) for f in data.findings])
     streams = [(data.columns.dataset, data.transform, data.columns.samples) for data in opened]
-    return list(merged_statistics(streams, config.data.statistics_quantiles))
+    weights = [part.weight for part in parts if part.weight is not None] or None
+    return list(statistics_of_streams(streams, config.data.statistics_quantiles, weights=weights))

@@ -183,6 +183,8 @@ class Preprocessor:
     @staticmethod
     def from_dict(content: Mapping[str, Any], tokenizer_bytes: bytes, where: str = "preprocessing") -> Preprocessor:
         """Inverse of `to_dict`; an unknown or missing setting is a ValueError."""
+        if "kind" in content:
+            raise ValueError(f"{where}: preprocessing of another model family ({content['kind']})")
         given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in content["settings"].items()}
         known = {f.name for f in dataclasses.fields(PreprocessSettings)}
         # A default for a missing setting could differ from what the checkpoint was trained with.
@@ -205,15 +207,20 @@ class Preprocessor:
     @staticmethod
     def load(folder: Path) -> Preprocessor:
         """Inverse of `save`. Raises ValueError naming the file that is missing or broken."""
-        if (folder / MIXTURE_FILE).is_file():
-            names = json.loads((folder / MIXTURE_FILE).read_text())["datasets"]
-            raise ValueError(f"{folder}: of a mixture of {', '.join(names)}; choose one: {folder / names[0]}")
-        absent = [name for name in (SETTINGS_FILE, STATISTICS_FILE, TOKENIZER_FILE) if not (folder / name).is_file()]
-        if absent:
-            raise ValueError(f"{folder}: {', '.join(absent)} missing; a checkpoint carries all of its preprocessing")
-        try:
-            content = json.loads((folder / SETTINGS_FILE).read_text())
-        except (UnicodeDecodeError, json.JSONDecodeError) as problem:
-            raise ValueError(f"{folder / SETTINGS_FILE}: no readable JSON ({problem})") from problem
-        content["statistics"] = Statistics.load(folder / STATISTICS_FILE).to_dict()
-        return Preprocessor.from_dict(content, (folder / TOKENIZER_FILE).read_bytes(), str(folder / SETTINGS_FILE))
+        return Preprocessor.from_dict(*read_preprocessing(folder))
+
+
+def read_preprocessing(folder: Path) -> tuple[dict[str, Any], bytes, str]:
+    """(content, tokenizer bytes, file name for messages) of what `save` wrote, whatever the kind of preprocessor."""
+    if (folder / MIXTURE_FILE).is_file():
+        names = json.loads((folder / MIXTURE_FILE).read_text())["datasets"]
+        raise ValueError(f"{folder}: of a mixture of {', '.join(names)}; choose one: {folder / names[0]}")
+    absent = [name for name in (SETTINGS_FILE, STATISTICS_FILE, TOKENIZER_FILE) if not (folder / name).is_file()]
+    if absent:
+        raise ValueError(f"{folder}: {', '.join(absent)} missing; a checkpoint carries all of its preprocessing")
+    try:
+        content = json.loads((folder / SETTINGS_FILE).read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as problem:
+        raise ValueError(f"{folder / SETTINGS_FILE}: no readable JSON ({problem})") from problem
+    content["statistics"] = Statistics.load(folder / STATISTICS_FILE).to_dict()
+    return content, (folder / TOKENIZER_FILE).read_bytes(), str(folder / SETTINGS_FILE)

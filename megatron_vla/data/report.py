@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
+from torch import Tensor
 
 from megatron_vla.data.batch import Batch
 from megatron_vla.data.image import pixels_to_model_range
 from megatron_vla.data.mixture_data import MixturePreprocessor
-from megatron_vla.data.preprocess import Preprocessor
 from megatron_vla.findings import Finding, warning
 
 MAX_SAMPLES = 4
@@ -29,14 +30,46 @@ PICTURE_NAME = "first_batch.png"
 JSON_NAME = "first_batch.json"
 
 
-AnyPreprocessor = Preprocessor | MixturePreprocessor | None
+AnyPreprocessor = Any  # a family's preprocessor, a MixturePreprocessor of them, or None for mock data
 
 
-def _parts(batch: Batch, preprocessor: Preprocessor | MixturePreprocessor) -> list[tuple[str, Preprocessor, np.ndarray]]:
+@dataclass
+class ReportFields:
+    """What the report shows of a micro-batch on the CPU, whatever family it belongs to.
+
+    images_BVCHW: uint8, or float in [-1, 1]; is_present_BV: bool. views: (slot, camera keys) of each. prompts: of the first
+    samples. token_is_valid_BL: bool. step_is_valid_BT: bool, steps of the robot's chunk inside the episode; None when
+    --action-loss keeps the others in the loss mask. ranges: rows of the table of dimensions.
+    """
+
+    images_BVCHW: Tensor
+    is_present_BV: Tensor
+    views: list[tuple[str, str]]
+    prompts: list[str]
+    token_is_valid_BL: Tensor
+    step_is_valid_BT: Tensor | None
+    ranges: list[dict[str, Any]]
+
+
+def dataset_parts_of(batch: Any, preprocessor: Any) -> list[tuple[str, Any, np.ndarray]]:
     """(dataset name, its preprocessor, its samples' places in the batch); one nameless part unless it is a mixture."""
     if isinstance(preprocessor, MixturePreprocessor):
         return list(preprocessor.split(batch.sample_index_B.numpy()))
     return [("", preprocessor, np.arange(batch.size))]
+
+
+def stacked_fields(batch: Batch, preprocessor: AnyPreprocessor) -> ReportFields:
+    """Of a Batch."""
+    masks_steps = preprocessor is None or dataset_parts_of(batch, preprocessor)[0][1].settings.action_loss == "valid"
+    return ReportFields(
+        images_BVCHW=batch.images_BVCHW,
+        is_present_BV=batch.camera_is_present_BV,
+        views=_view_labels(batch, preprocessor),
+        prompts=_prompts(batch, preprocessor, min(MAX_SAMPLES, batch.size)),
+        token_is_valid_BL=batch.token_is_valid_BL,
+        step_is_valid_BT=batch.action_is_valid_BTA[..., 0] if masks_steps else None,
+        ranges=[] if preprocessor is None else range_rows(batch, preprocessor),
+    )
 
 
 def _view_labels(batch: Batch, preprocessor: AnyPreprocessor) -> list[tuple[str, str]]:
@@ -44,7 +77,7 @@ def _view_labels(batch: Batch, preprocessor: AnyPreprocessor) -> list[tuple[str,
     num_views = batch.images_BVCHW.shape[1]
     if preprocessor is None:
         return [(f"view_{i}", "mock") for i in range(num_views)]
-    maps = [part.settings.camera_map for _, part, _ in _parts(batch, preprocessor)]
+    maps = [part.settings.camera_map for _, part, _ in dataset_parts_of(batch, preprocessor)]
     keys = [
         dict.fromkeys((cameras.keys[view] if view < len(cameras.keys) else "") or "no camera" for cameras in maps)
         for view in range(num_views)
@@ -54,14 +87,14 @@ def _view_labels(batch: Batch, preprocessor: AnyPreprocessor) -> list[tuple[str,
 
 def _prompts(batch: Batch, preprocessor: AnyPreprocessor, num_samples: int) -> list[str]:
     prompts = []
-    tokenizer = None if preprocessor is None else _parts(batch, preprocessor)[0][1].tokenizer
+    tokenizer = None if preprocessor is None else dataset_parts_of(batch, preprocessor)[0][1].tokenizer
     for tokens_L, is_valid_L in zip(batch.tokens_BL[:num_samples], batch.token_is_valid_BL[:num_samples], strict=True):
         ids = tokens_L[is_valid_L].tolist()
         prompts.append(f"{len(ids)} random tokens" if tokenizer is None else tokenizer.decode(ids))
     return prompts
 
 
-def _rows(feature: str, names: Sequence[str], before_ND: np.ndarray, after_ND: np.ndarray) -> list[dict[str, Any]]:
+def dimension_rows(feature: str, names: Sequence[str], before_ND: np.ndarray, after_ND: np.ndarray) -> list[dict[str, Any]]:
     return [
         {
             "feature": feature,
@@ -76,13 +109,13 @@ def _rows(feature: str, names: Sequence[str], before_ND: np.ndarray, after_ND: n
     ]
 
 
-def range_rows(batch: Batch, preprocessor: Preprocessor | MixturePreprocessor) -> list[dict[str, Any]]:
+def range_rows(batch: Batch, preprocessor: Any) -> list[dict[str, Any]]:
     """Ranges of every state and action dimension in this batch, before and after normalization, dataset by dataset.
 
     The physical values come from the normalized ones through the inverse transform, so the table also shows that it works.
     """
     rows = []
-    for dataset, part, places in _parts(batch, preprocessor):
+    for dataset, part, places in dataset_parts_of(batch, preprocessor):
         settings, prefix = part.settings, f"{dataset}:" if dataset else ""
         state_ND = batch.state_BD.numpy()[places, : settings.state_dim]
         actions_BTA = batch.actions_BTA.numpy()[places]
@@ -90,21 +123,14 @@ def range_rows(batch: Batch, preprocessor: Preprocessor | MixturePreprocessor) -
         physical_state_ND = part.state_normalizer.unnormalize(state_ND)
         # Batched: the state broadcasts over the horizon.
         physical_BTD = part.unnormalize_actions(actions_BTA, physical_state_ND)
-        rows += _rows("state", [prefix + name for name in settings.state_names], physical_state_ND, state_ND)
-        rows += _rows(
+        rows += dimension_rows("state", [prefix + name for name in settings.state_names], physical_state_ND, state_ND)
+        rows += dimension_rows(
             "action",
             [prefix + name for name in settings.action_names],
             physical_BTD.reshape(-1, settings.action_dim),
             actions_BTD.reshape(-1, settings.action_dim),
         )
     return rows
-
-
-def padded_action_fraction(batch: Batch, preprocessor: AnyPreprocessor) -> float | None:
-    """Share of action steps beyond the episode's end; None when --action-loss keeps them in the loss mask."""
-    if preprocessor is not None and _parts(batch, preprocessor)[0][1].settings.action_loss != "valid":
-        return None
-    return 1.0 - float(batch.action_is_valid_BTA[..., 0].float().mean())
 
 
 def padding_finding(padded: float, expected: float, num_steps: int) -> Finding | None:
@@ -123,13 +149,13 @@ def padding_finding(padded: float, expected: float, num_steps: int) -> Finding |
 
 
 def summarize(
-    batch: Batch, preprocessor: AnyPreprocessor, order_hash: str, expected_padded_fraction: float
+    batch: Any, fields: ReportFields, order_hash: str, expected_padded_fraction: float
 ) -> tuple[dict[str, Any], list[Finding]]:
     """(JSON-ready content, warnings) of a batch on the CPU."""
-    num_samples = min(MAX_SAMPLES, batch.size)
     # In model range whatever the batch carries, so that a wrong range is visible.
-    images = pixels_to_model_range(batch.images_BVCHW)
-    padded = padded_action_fraction(batch, preprocessor)
+    images = pixels_to_model_range(fields.images_BVCHW)
+    steps_BT = fields.step_is_valid_BT
+    padded = None if steps_BT is None else 1.0 - float(steps_BT.float().mean())
     content: dict[str, Any] = {
         "order_hash": order_hash,
         "sample_index": batch.sample_index_B.tolist(),
@@ -137,17 +163,17 @@ def summarize(
         "shapes": {name: [str(t.dtype), *t.shape] for name, t in batch.tensors().items()},
         "image_range": [float(images.min()), float(images.max())],
         "views": [
-            {"slot": slot, "camera": key, "present_fraction": float(batch.camera_is_present_BV[:, i].float().mean())}
-            for i, (slot, key) in enumerate(_view_labels(batch, preprocessor))
+            {"slot": slot, "camera": key, "present_fraction": float(fields.is_present_BV[:, i].float().mean())}
+            for i, (slot, key) in enumerate(fields.views)
         ],
-        "prompts": _prompts(batch, preprocessor, num_samples),
-        "prompt_valid_fraction": float(batch.token_is_valid_BL.float().mean()),
-        "longest_prompt": int(batch.token_is_valid_BL.sum(dim=1).max()),
+        "prompts": fields.prompts,
+        "prompt_valid_fraction": float(fields.token_is_valid_BL.float().mean()),
+        "longest_prompt": int(fields.token_is_valid_BL.sum(dim=1).max()),
         "loss_element_fraction": float(batch.action_is_valid_BTA.float().mean()),
         "padded_action_fraction": padded,
         "expected_padded_action_fraction": expected_padded_fraction,
         "flow_time": [float(batch.time_B.min()), float(batch.time_B.max())],
-        "ranges": [] if preprocessor is None else range_rows(batch, preprocessor),
+        "ranges": fields.ranges,
     }
     findings = []
     if padded is not None:
@@ -180,10 +206,10 @@ def format_report(content: dict[str, Any]) -> list[str]:
     return lines
 
 
-def draw_picture(batch: Batch, content: dict[str, Any]) -> Image.Image:
+def draw_picture(fields: ReportFields, content: dict[str, Any]) -> Image.Image:
     """Every view of the first samples with its slot, camera and presence, and the decoded prompt below."""
     num_samples = len(content["prompts"])
-    pixels = (pixels_to_model_range(batch.images_BVCHW[:num_samples]) + 1.0) * 127.5
+    pixels = (pixels_to_model_range(fields.images_BVCHW[:num_samples]) + 1.0) * 127.5
     pixels_BVHWC = pixels.round().clamp(0, 255).to(torch.uint8).permute(0, 1, 3, 4, 2).numpy()
     side = max(MIN_TILE, pixels_BVHWC.shape[2])
     num_views = pixels_BVHWC.shape[1]
@@ -195,7 +221,7 @@ def draw_picture(batch: Batch, content: dict[str, Any]) -> Image.Image:
         for view in range(num_views):
             left = view * (side + 8)
             label = content["views"][view]
-            is_present = bool(batch.camera_is_present_BV[sample, view])
+            is_present = bool(fields.is_present_BV[sample, view])
             caption = f"{label['slot']}{'' if is_present else ' [MASKED]'}\n{label['camera'][-side // 6 :]}"
             draw.text((left + 2, top + 2), caption, fill="black" if is_present else "red")
             # Nearest: the model's own pixels, not a prettier version of them.
@@ -209,22 +235,24 @@ def draw_picture(batch: Batch, content: dict[str, Any]) -> Image.Image:
 
 
 def first_batch_report(
-    batch: Batch,
+    batch: Any,
     preprocessor: AnyPreprocessor,
     folder: Path | None,
     *,
     order_hash: str,
     expected_padded_fraction: float = 0.0,
+    report_fields: Callable[[Any, AnyPreprocessor], ReportFields] = stacked_fields,
 ) -> list[Finding]:
     """Print the report; write first_batch.png and first_batch.json into `folder` (created) when given. Returns warnings.
 
-    `batch` is on the CPU. Call it on one rank.
+    `batch` is on the CPU; `report_fields` is its family's. Call it on one rank.
     """
-    content, findings = summarize(batch, preprocessor, order_hash, expected_padded_fraction)
+    fields = report_fields(batch, preprocessor)
+    content, findings = summarize(batch, fields, order_hash, expected_padded_fraction)
     lines = format_report(content) + [f"  {finding}" for finding in findings]
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        draw_picture(batch, content).save(folder / PICTURE_NAME)
+        draw_picture(fields, content).save(folder / PICTURE_NAME)
         (folder / JSON_NAME).write_text(json.dumps(content, indent=1) + "\n")
         lines.append(f"  picture: {folder / PICTURE_NAME}")
     print("\n".join(lines), flush=True)

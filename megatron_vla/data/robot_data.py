@@ -6,8 +6,9 @@ Shape legend: N dataset rows (frames), E episodes, D dimensions, T action horizo
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,11 +22,13 @@ from megatron_vla.data.episode_table import EpisodeTable, Feature
 from megatron_vla.data.locator import has_complete_chunk
 from megatron_vla.data.preprocess import Preprocessor, PreprocessSettings
 from megatron_vla.data.prompt import SentencePieceTokenizer, check_prompt_lengths, load_tokenizer
+from megatron_vla.data.sample_shape import SampleShape, dimension_labels
 from megatron_vla.data.statistics import SANITY_SAMPLES, Statistics, range_table
 from megatron_vla.data.statistics_pass import (
     StreamTransform,
     compute_statistics,
     load_statistics,
+    merged_statistics,
     transformed_blocks,
     windows_with_nonfinite,
 )
@@ -51,6 +54,9 @@ STREAM_FLAGS = (
     "action_resampling",
     "data_override",
     "mixture_statistics",
+    "embodiment_tag",
+    "modality_config",
+    "language_key",
 )
 
 
@@ -205,19 +211,26 @@ def open_columns(
     opened: tuple[EpisodeTable, list[Finding]],
     camera_keys: tuple[str, ...],
     state_is_model_input: bool = False,
+    shape: SampleShape | None = None,
 ) -> OpenedColumns:
-    """Check the dataset of `open_table`, its widths and which samples remain. Raises CheckError when it cannot be used."""
+    """Check the dataset of `open_table`, its widths and which samples remain. Raises CheckError when it cannot be used.
+
+    `shape`: a family's own make-up of samples, whose widths it has checked.
+    """
     data, table = config.data, opened[0]
-    findings = _width_findings(config, table, state_is_model_input)
+    findings = _width_findings(config, table, state_is_model_input) if shape is None else []
     try:
-        dataset = build_robot_dataset(data, config.family.action_horizon, camera_keys, opened)
+        dataset = build_robot_dataset(data, config.family.action_horizon, camera_keys, opened, shape)
     except CheckError as problems:
         raise CheckError([*findings, *problems.findings]) from problems
     findings += dataset.findings
-    names = {
-        "state": dimension_names(table.features.get(data.state_key), dataset.state_ND.shape[-1]),
-        "actions": dimension_names(table.features.get(data.action_key), dataset.actions_ND.shape[-1]),
-    }
+    if shape is None:
+        names = {
+            "state": dimension_names(table.features.get(data.state_key), dataset.state_ND.shape[-1]),
+            "actions": dimension_names(table.features.get(data.action_key), dataset.actions_ND.shape[-1]),
+        }
+    else:
+        names = {"state": dimension_labels(shape.state), "actions": dimension_labels(shape.action)}
     keep_N = np.ones(len(dataset), dtype=bool)
     if data.drop_nonfinite:
         keep_N = ~windows_with_nonfinite(dataset, dataset.steps.reach)
@@ -271,10 +284,10 @@ class OpenedData:
         return SharedLayout(self.cameras.views, self.cameras.num_images, self.columns.dataset.state_ND.shape[-1])
 
 
-def open_robot_data(config: RunConfig, state_is_model_input: bool) -> OpenedData:
+def open_robot_data(config: RunConfig, batch_fields: Container[str]) -> OpenedData:
     """Open and check one dataset. Raises CheckError with everything found when it cannot be opened.
 
-    `state_is_model_input`: the model reads Batch.state_BD itself (then its width is limited), not only through the prompt.
+    `batch_fields`: what the model reads. Batch.state_BD among them limits the state's width; in the prompt it does not matter.
     """
     data = config.data
     opened = open_table(data)
@@ -283,7 +296,7 @@ def open_robot_data(config: RunConfig, state_is_model_input: bool) -> OpenedData
     tokenizer, tokenizer_findings = load_tokenizer(data.tokenizer_model, config.family.vocab_size)
     findings += tokenizer_findings
     try:
-        columns = open_columns(config, opened, cameras.keys if cameras else (), state_is_model_input)
+        columns = open_columns(config, opened, cameras.keys if cameras else (), "state_BD" in batch_fields)
         transform = stream_transform(config, opened[0].fps)
     except CheckError as problems:
         raise CheckError([*findings, *problems.findings]) from problems
@@ -333,9 +346,19 @@ def finish_robot_data(
     return PreparedData(dataset, preprocessor, rows, len(samples), findings, summary, expected)
 
 
-def prepare_robot_data(config: RunConfig, state_is_model_input: bool) -> PreparedData:
-    """Open, check and prepare one dataset. Raises CheckError with everything found, not only the first problem."""
-    return finish_robot_data(open_robot_data(config, state_is_model_input))
+def open_stream(config: RunConfig, opened: tuple[EpisodeTable, list[Finding]]) -> tuple[OpenedColumns, StreamTransform]:
+    """Columns and stream that statistics are made of. Raises CheckError."""
+    return open_columns(config, opened, ()), stream_transform(config, opened[0].fps)
+
+
+def statistics_of_streams(
+    streams: Sequence[tuple[RobotDataset, StreamTransform, np.ndarray]],
+    quantiles: Literal["auto", "exact", "histogram"],
+    progress: Callable[[int], object] = lambda num_samples: None,
+    weights: Sequence[float] | None = None,
+) -> list[Statistics]:
+    """Statistics of all streams together, once for each of them; every sample counts once, whatever the weights."""
+    return merged_statistics(streams, quantiles, progress)
 
 
 def _prompt_findings(config: RunConfig, dataset: RobotDataset, tokenizer: SentencePieceTokenizer) -> list[Finding]:

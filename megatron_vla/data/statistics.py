@@ -98,12 +98,13 @@ class FeatureStatistics:
     @staticmethod
     def from_dict(content: Mapping[str, Any], where: str) -> FeatureStatistics:
         """Raises ValueError naming `where` when a statistic is missing or not finite."""
-        names = ("mean", "std", "min", "max", *QUANTILES)
-        # A partial file must not pass: quantile mode without quantiles trained silently in other code bases.
-        missing = [name for name in ("count", *names) if name not in content]
+        # A partial file must not pass: quantile mode without quantiles trained silently in other code bases. The inner ones are
+        # for people only, and released GR00T files do not have them.
+        missing = [name for name in ("count", "mean", "std", "min", "max", "q01", "q99") if name not in content]
         if missing:
             raise ValueError(f"{where}: {', '.join(missing)} missing; recompute with tools/compute_norm_stats.py")
-        values = {name: np.asarray(content[name], dtype=np.float64) for name in names}
+        names = ("mean", "std", "min", "max", *QUANTILES)
+        values = {name: np.asarray(content[name], dtype=np.float64) for name in names if name in content}
         bad = [name for name, value in values.items() if not np.isfinite(value).all()]
         if bad:
             raise ValueError(f"{where}: {', '.join(bad)} not finite; recompute with tools/compute_norm_stats.py")

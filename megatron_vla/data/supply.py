@@ -18,7 +18,9 @@ from megatron_vla.data.loader import (
     DrawnSamples,
     LoadedBatch,
     PromptWidth,
+    SampleAugmentation,
     SampleSource,
+    assembled_batch,
     load_micro_batches,
     loaded_batch,
 )
@@ -70,9 +72,9 @@ class DataSupply:
         data, family, seed = config.data, config.family, config.training.seed
         self.board = StatusBoard(data.num_workers)
         source.use_board(self.board)
-        self.augmentation: Augmentation | None = None
+        self.augmentation: SampleAugmentation | None = None
         if data.augmentation != "none":
-            self.augmentation = Augmentation(data.augmentation, seed, family.image_size, views)
+            self.augmentation = rules.build_augmentation(config, views)
         self._samples = DrawnSamples(
             source,
             seed,
@@ -80,6 +82,7 @@ class DataSupply:
             self.augmentation,
             augment_here=data.augmentation_device == "cpu",
             board=self.board,
+            change=None if rules.change_sample is None else partial(rules.change_sample, family),
         )
         self._watch = DataWatch(self.board, source.where, data.data_stall_timeout_seconds)
         self._assemble = None if rules.build_assembler is None else rules.build_assembler(config)
@@ -203,10 +206,17 @@ class DataSupply:
     def _assembled(self, stream: ShardStream, pin_memory: bool) -> Iterator[LoadedBatch]:
         for tensors, times in stream:
             started = time.perf_counter()
-            loaded = loaded_batch(tensors, times, self._width)
+            loaded = self._from_stacked(tensors, times)
             loaded = loaded.pin_memory() if pin_memory else loaded
             loaded.times.copy_seconds += time.perf_counter() - started
             yield loaded
+
+    def _from_stacked(self, tensors: dict[str, torch.Tensor], times: StageTimes) -> LoadedBatch:
+        if self._assemble is None:
+            return loaded_batch(tensors, times, self._width)
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        size = len(next(iter(arrays.values())))
+        return assembled_batch([{name: a[i] for name, a in arrays.items()} for i in range(size)], times, self._assemble)
 
     def _watched(self, batches: Iterator[LoadedBatch]) -> Iterator[LoadedBatch]:
         """Loading in this process, with a thread that ends the run when it takes too long."""
@@ -227,9 +237,11 @@ class DataSupply:
             # The one range check: every later batch comes from the same code.
             if number == 0 and isinstance(batch, Batch):
                 check_image_range(batch.images_BVCHW)
+            device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+            if loaded.pending is not None:
+                loaded.pending.finish(batch, device)
             if loaded.augmentation_BVP is not None:
-                assert self.augmentation is not None and isinstance(batch, Batch)
-                device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+                assert isinstance(self.augmentation, Augmentation) and isinstance(batch, Batch)
                 images = batch.images_BVCHW.to(device, non_blocking=True)
                 parameters = loaded.augmentation_BVP.to(device, non_blocking=True)
                 batch.images_BVCHW = self.augmentation.apply(images, parameters)

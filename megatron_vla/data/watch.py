@@ -35,7 +35,8 @@ class DataWorkerError(RuntimeError):
 class StageTimes:
     """What samples cost: seconds of worker time (read: opening and reading files; decode: pictures; copy: into batches).
 
-    num_decoded_frames: pictures asked of the decoders; num_visits: passes over one camera of one episode.
+    num_decoded_frames: pictures asked of the decoders; num_visits: passes over one camera of one episode; num_metadata_*: asked
+    of the caches of positions, and answered by them (families that have such caches).
     """
 
     num_samples: int = 0
@@ -46,6 +47,8 @@ class StageTimes:
     num_truncated_prompts: int = 0
     num_decoded_frames: int = 0
     num_visits: int = 0
+    num_metadata_requests: int = 0
+    num_metadata_hits: int = 0
 
     def add(self, other: StageTimes) -> None:
         """Sum up."""
@@ -61,10 +64,14 @@ class StageTimes:
             "data_transform_ms": self.transform_seconds,
             "data_copy_ms": self.copy_seconds,
         }
+        metadata = (
+            {"metadata_hit_rate": self.num_metadata_hits / self.num_metadata_requests} if self.num_metadata_requests else {}
+        )
         return {
             **{name: 1e3 * seconds / samples for name, seconds in stages.items()},
             "num_truncated_prompts": float(self.num_truncated_prompts),
             "data_decoded_frames_per_sample": self.num_decoded_frames / samples,
+            **metadata,
         }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -15,11 +15,27 @@ class SampleRules:
     draws(family config, seed, epoch, sample index) -> arrays that are added to a training sample: noise, flow time.
     build_mock_source(config: RunConfig) -> (source of synthetic samples, names of its views).
     build_assembler(config: RunConfig) -> (samples -> micro-batch), picklable. None: arrays are stacked into a Batch.
+    change_sample(family config, arrays, seed, epoch) -> arrays: a last random change of a training sample, after the draws.
+    build_augmentation(config: RunConfig, views) -> SampleAugmentation of data/loader.py, for --augmentation.
+    augmentations: values of --augmentation that it knows, besides "none".
+    robot_data: module with what differs between families in opening a robot dataset (see data/build.py); imported late, because
+        mock data must run where no video library is installed.
+    unused_flags: data flags that mean nothing to this family; giving one is an error that tells what to use instead.
+    carry_files(input, output folder) -> lines: companions of weights (processor settings, statistics) that a conversion takes
+        along. None: there are none.
+    report_fields(batch, preprocessor) -> data/report.py's ReportFields of a batch on the CPU.
     """
 
     draws: Callable[..., dict[str, Any]]
     build_mock_source: Callable[..., tuple[Any, tuple[str, ...]]]
+    build_augmentation: Callable[..., Any]
+    augmentations: tuple[str, ...]
+    robot_data: str
+    report_fields: Callable[..., Any]
     build_assembler: Callable[..., Any] | None = None
+    change_sample: Callable[..., dict[str, Any]] | None = None
+    carry_files: Callable[..., list[str]] | None = None
+    unused_flags: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

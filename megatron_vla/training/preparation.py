@@ -6,10 +6,8 @@ import os
 
 from megatron_vla.config.check import check
 from megatron_vla.config.run import RunConfig
-from megatron_vla.data.batch import Batch
 from megatron_vla.data.build import DataSupply, build_data
 from megatron_vla.data.report import first_batch_report
-from megatron_vla.data.tensor_report import tensor_report
 from megatron_vla.findings import CheckError, error, raise_errors
 from megatron_vla.models.registry import ModelFamily
 from megatron_vla.training.checkpoint_folder import CheckpointFolder
@@ -37,15 +35,12 @@ def prepare(config: RunConfig, family: ModelFamily, world_size: int) -> tuple[Ch
     raise_errors(order)
     if config.logging.first_batch_report and os.environ.get("RANK", "0") == "0":
         consumed_samples = resume.consumed_samples if resume else 0
-        batch = supply.first_batch(consumed_samples, 0, config.data_parallel_size(world_size))
-        if not isinstance(batch, Batch):
-            tensor_report(batch, log_folder(config), order_hash=supply.order_hash)
-            return resume, supply
         first_batch_report(
-            batch,
+            supply.first_batch(consumed_samples, 0, config.data_parallel_size(world_size)),
             supply.preprocessor,
             log_folder(config),
             order_hash=supply.order_hash,
             expected_padded_fraction=supply.expected_padded_fraction,
+            report_fields=family.samples.report_fields,
         )
     return resume, supply

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples/pi05"
+PI05, GROOT = ROOT / "examples/pi05", ROOT / "examples/groot_n1_7"
 SMALL_FLAGS = ("--train-iters", "3", "--lr-warmup-iters", "0", "--global-batch-size", "4", "--micro-batch-size", "1")
 LOG_FLAGS = ("--log-interval", "1", "--no-tensorboard")
 
@@ -25,7 +25,7 @@ def stub(folder: Path, name: str, text: str) -> None:
     path.chmod(0o755)
 
 
-def launch(script: str, tmp_path: Path, environment: dict[str, str], *flags: str) -> subprocess.CompletedProcess[str]:
+def launch(script: Path, tmp_path: Path, environment: dict[str, str], *flags: str) -> subprocess.CompletedProcess[str]:
     """Run a launcher with this Python's torchrun first on PATH."""
     commands = tmp_path / "bin"
     commands.mkdir()
@@ -40,7 +40,7 @@ def launch(script: str, tmp_path: Path, environment: dict[str, str], *flags: str
         "OMP_NUM_THREADS": "1",
         **environment,
     }
-    command = ["bash", str(EXAMPLES / script), *flags]
+    command = ["bash", str(script), *flags]
     return subprocess.run(command, env=variables, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
 
 
@@ -50,25 +50,29 @@ def logged_losses(save: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
+SLURM = {
+    "NPROC_PER_NODE": "2",
+    "SLURM_SUBMIT_DIR": str(ROOT),
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_JOB_ID": "7",
+}
+
+
 @pytest.mark.parametrize(
     ("script", "environment", "marker"),
     [
-        ("finetune_1gpu.sh", {}, ""),
-        ("finetune_8gpu.sh", {"NPROC_PER_NODE": "2"}, ""),
-        (
-            "pretrain_multinode.sbatch",
-            {
-                "NPROC_PER_NODE": "2",
-                "SLURM_SUBMIT_DIR": str(ROOT),
-                "SLURM_JOB_NODELIST": "node[1-2]",
-                "SLURM_JOB_NUM_NODES": "1",
-                "SLURM_JOB_ID": "7",
-            },
-            "started by srun",
-        ),
+        (PI05 / "finetune_1gpu.sh", {}, ""),
+        (PI05 / "finetune_8gpu.sh", {"NPROC_PER_NODE": "2"}, ""),
+        (PI05 / "pretrain_multinode.sbatch", SLURM, "started by srun"),
+        (GROOT / "finetune_1gpu.sh", {}, ""),
+        # The same arrays behind another start, which the files above cover.
+        pytest.param(GROOT / "finetune_8gpu.sh", {"NPROC_PER_NODE": "2"}, "", marks=pytest.mark.slow),
+        pytest.param(GROOT / "finetune_multinode.sbatch", SLURM, "started by srun", marks=pytest.mark.slow),
     ],
+    ids=lambda value: "/".join(value.parts[-2:]) if isinstance(value, Path) else "",
 )
-def test_launcher_trains_three_iterations(script: str, environment: dict[str, str], marker: str, tmp_path: Path) -> None:
+def test_launcher_trains_three_iterations(script: Path, environment: dict[str, str], marker: str, tmp_path: Path) -> None:
     save = tmp_path / "save"
     with socket.create_server(("localhost", 0)) as server:
         environment = {**environment, "MASTER_PORT": str(server.getsockname()[1])}
@@ -80,16 +84,19 @@ def test_launcher_trains_three_iterations(script: str, environment: dict[str, st
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
 
 
+@pytest.mark.parametrize("folder", [PI05, GROOT], ids=lambda folder: folder.name)
 @pytest.mark.parametrize("script", ["finetune_1gpu.sh", "finetune_8gpu.sh"])
-def test_launcher_names_the_missing_path(script: str, tmp_path: Path) -> None:
-    result = launch(script, tmp_path, {"SAVE": str(tmp_path / "save")})
+def test_launcher_names_the_missing_path(folder: Path, script: str, tmp_path: Path) -> None:
+    result = launch(folder / script, tmp_path, {"SAVE": str(tmp_path / "save")})
     assert result.returncode != 0
-    assert "PRETRAINED_CHECKPOINT: file or folder with Pi0.5 weights" in result.stderr
+    wanted = "file or folder with Pi0.5 weights" if folder == PI05 else "folder with released GR00T N1.7 weights"
+    assert f"PRETRAINED_CHECKPOINT: {wanted}" in result.stderr
 
 
-def test_launchers_differ_only_where_they_say() -> None:
+@pytest.mark.parametrize("folder", [PI05, GROOT], ids=lambda folder: folder.name)
+def test_launchers_differ_only_where_they_say(folder: Path) -> None:
     """Same arrays in all three; the batch file differs in how ranks start, in sizes and in the first weights."""
-    texts = {path.name: path.read_text() for path in EXAMPLES.iterdir() if path.suffix in (".sh", ".sbatch")}
+    texts = {path.name: path.read_text() for path in folder.iterdir() if path.suffix in (".sh", ".sbatch")}
     assert len(texts) == 3
     for name, text in texts.items():
         arrays = re.findall(r"^\s*([A-Z]+_ARGS)=\(", text, flags=re.M)

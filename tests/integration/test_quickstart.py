@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--tasks", "reach", "button-press", "--episodes-per-task", "1", "--image-size", "56", "--train-iters", "60")
 
 
-def run_quickstart(output: Path) -> str:
+def run_quickstart(output: Path, *flags: str) -> str:
     """Output of one run; fails with it."""
-    command = [sys.executable, "tools/quickstart.py", "--output", str(output), *SMALL]
+    command = [sys.executable, "tools/quickstart.py", "--output", str(output), *SMALL, *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
@@ -58,6 +58,23 @@ def test_quickstart_from_nothing_and_again(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.simulator
+@pytest.mark.slow
+def test_quickstart_of_the_other_family_on_the_same_demonstrations(tmp_path: Path) -> None:
+    try:
+        rendering.choose_backend()
+    except ValueError as failure:
+        pytest.skip(str(failure))
+    output = tmp_path / "quickstart"
+    said = run_quickstart(output, "--model-name", "groot_n1_7")
+    assert re.search(r"killed \(SIGKILL\) after iteration (40|50); checkpoint: iteration 30", said)
+    assert "largest loss difference 0.0e+00" in said
+    losses = read_losses(output / "groot_n1_7/checkpoints")
+    assert sorted(losses) == list(range(1, 61)) and losses[60] < losses[1]
+    preprocessor = output / "groot_n1_7/checkpoints/iter_0000060/preprocessor"
+    assert json.loads((preprocessor / "preprocessing.json").read_text())["kind"] == "groot_n1_7"
+
+
 def write_metrics(save: Path, losses: list[float], torn: str = "") -> None:
     """metrics.jsonl as the trainer writes it, two iterations a line, perhaps with a torn last line."""
     (save / "logs").mkdir(parents=True)
@@ -86,3 +103,7 @@ def test_first_and_resumed_run_are_one_command() -> None:
     command = training_command(QuickstartConfig(train_iters=10), Path("out"), 10)
     assert command[command.index("--save") + 1] == command[command.index("--load") + 1] == "out/checkpoints"
     assert command[command.index("--save-interval") + 1] == "5"
+    other = training_command(QuickstartConfig(train_iters=10, model_name="groot_n1_7"), Path("out"), 10)
+    # The recorded data is shared; everything that depends on the family lies in a folder of its own.
+    assert other[other.index("--data-path") + 1] == command[command.index("--data-path") + 1] == "out/demonstrations"
+    assert other[other.index("--save") + 1] == "out/groot_n1_7/checkpoints"

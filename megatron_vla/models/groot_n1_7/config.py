@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron_vla.models.groot_n1_7.data_options import GrootDataOptions
+
 IMAGE_CHANNELS = 3
 # Rotary base of the vision tower; its text tower's own is --rope-theta.
 VISION_ROPE_THETA = 10000.0
@@ -14,7 +16,7 @@ TIME_CODE_WIDTH = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrootN17Config:
+class GrootN17Config(GrootDataOptions):
     """GR00T N1.7: Qwen3-VL backbone, vision-language self-attention, per-embodiment encoders, DiT, flow matching"""
 
     image_size: int = 256
@@ -207,6 +209,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "base": {},
     "small": {
         "image_size": 128,
+        "image_min_pixels": 1024,
         "vision_hidden_size": 384,
         "vision_num_layers": 8,
         "vision_num_attention_heads": 6,
@@ -240,6 +243,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     },
     "tiny": {
         "image_size": 64,
+        "image_min_pixels": 1024,
         "vision_hidden_size": 32,
         "vision_num_layers": 4,
         "vision_num_attention_heads": 2,

@@ -6,9 +6,9 @@ from megatron_vla.models.groot_n1_7.build import build, pipeline_units, skeleton
 from megatron_vla.models.groot_n1_7.check import check
 from megatron_vla.models.groot_n1_7.config import VARIANTS, GrootN17Config
 from megatron_vla.models.groot_n1_7.convert import CONVERTER
+from megatron_vla.models.groot_n1_7.data import SAMPLES
 from megatron_vla.models.groot_n1_7.forward_step import BATCH_FIELDS, METRIC_NAMES, forward_step
-from megatron_vla.models.groot_n1_7.samples import build_assembler, build_mock_source, draws
-from megatron_vla.models.registry import ModelFamily, SampleRules
+from megatron_vla.models.registry import ModelFamily
 
 FAMILY = ModelFamily(
     name="groot_n1_7",
@@ -23,5 +23,5 @@ FAMILY = ModelFamily(
     metric_names=METRIC_NAMES,
     pipeline_units=pipeline_units,
     batch_fields=BATCH_FIELDS,
-    samples=SampleRules(draws=draws, build_mock_source=build_mock_source, build_assembler=build_assembler),
+    samples=SAMPLES,
 )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from megatron_vla.data.augmentation import build_augmentation
 from megatron_vla.data.draws import flow_draw_fields
 from megatron_vla.data.mock import build_mock_source
+from megatron_vla.data.report import stacked_fields
 from megatron_vla.models.pi05.build import build, pipeline_units, skeleton
 from megatron_vla.models.pi05.check import check
 from megatron_vla.models.pi05.config import VARIANTS, Pi05Config
 from megatron_vla.models.pi05.convert import CONVERTER
 from megatron_vla.models.pi05.forward_step import BATCH_FIELDS, METRIC_NAMES, forward_step
 from megatron_vla.models.registry import ModelFamily, SampleRules
+
+GROOT_FLAGS = ("embodiment_tag", "embodiment_id", "modality_config", "language_key")
 
 FAMILY = ModelFamily(
     name="pi05",
@@ -24,5 +28,13 @@ FAMILY = ModelFamily(
     metric_names=METRIC_NAMES,
     pipeline_units=pipeline_units,
     batch_fields=BATCH_FIELDS,
-    samples=SampleRules(draws=flow_draw_fields, build_mock_source=build_mock_source),
+    samples=SampleRules(
+        draws=flow_draw_fields,
+        build_mock_source=build_mock_source,
+        build_augmentation=build_augmentation,
+        augmentations=("openpi_torch", "openpi_jax"),
+        robot_data="megatron_vla.data.robot_data",
+        report_fields=stacked_fields,
+        unused_flags=dict.fromkeys(GROOT_FLAGS, "it belongs to groot_n1_7"),
+    ),
 )
