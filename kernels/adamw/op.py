@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_vla.kernels import load_launcher
 from megatron_vla.kernels.adamw.reference import Coefficients
+from megatron_vla.kernels.tensor_table import AddressTable, BlockMap
 
 # Elements of one block: 16 rounds of 512 threads on four elements. The base model then has about 100,000 blocks.
 CHUNK = 32768
@@ -61,19 +62,8 @@ class FusedAdamW:
         ]
         self._parameters = tuple(parameters)
         self._constants = (*betas, 1 - betas[0], 1 - betas[1], eps)
-        device = parameters[0].main.device
-        rows: list[int] = []
-        chunks: list[int] = []
-        for row, tensors in enumerate(parameters):
-            count = -(-tensors.main.numel() // CHUNK)
-            rows += [row] * count
-            chunks += range(count)
-        self._num_blocks = len(rows)
-        self._row_of_block = torch.tensor(rows, dtype=torch.int32).to(device)
-        self._chunk_of_block = torch.tensor(chunks, dtype=torch.int32).to(device)
-        self._addresses: tuple[int, ...] = ()
-        self._table: Tensor | None = None
-        self._captured: list[Tensor] = []
+        self._blocks = BlockMap([p.main.numel() for p in parameters], CHUNK, parameters[0].main.device)
+        self._table = AddressTable()
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], scale: Tensor, coefficients: Coefficients, keep: Tensor | None) -> None:
@@ -82,16 +72,17 @@ class FusedAdamW:
         scale: shape [], fp32, multiplies every gradient. keep: shape [], bool; where False nothing changes.
         """
         assert len(gradients) == len(self._parameters)
-        table = self._table_of(gradients)
+        table = self._table.of(gradients, lambda: self._rows(gradients))
+        blocks = self._blocks
         scalars = (coefficients.decay, scale, coefficients.bias_correction2_sqrt, coefficients.negative_step_size)
         assert all(s.dtype == torch.float32 and s.numel() == 1 for s in scalars)
         assert keep is None or keep.dtype == torch.bool
         code = self._launch(
             table.data_ptr(),
-            self._row_of_block.data_ptr(),
-            self._chunk_of_block.data_ptr(),
-            self._num_blocks,
-            CHUNK,
+            blocks.row_of_block.data_ptr(),
+            blocks.chunk_of_block.data_ptr(),
+            blocks.num_blocks,
+            blocks.chunk,
             *(s.data_ptr() for s in scalars),
             None if keep is None else keep.data_ptr(),
             *self._constants,
@@ -100,24 +91,14 @@ class FusedAdamW:
         if code:
             raise RuntimeError(f"the AdamW kernel was not launched: CUDA error {code}")
 
-    def _table_of(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The device table for these gradients; a new one only when an address has changed."""
-        addresses = tuple(g.data_ptr() for g in gradients)
-        if self._table is not None and addresses == self._addresses:
-            return self._table
+    def _rows(self, gradients: Sequence[Tensor]) -> list[int]:
         words: list[int] = []
         for tensors, gradient in zip(self._parameters, gradients, strict=True):
             assert gradient.is_contiguous() and gradient.shape == tensors.main.shape, (
                 "gradients must be laid out like the state"
             )
             words += _row(tensors, gradient)
-        host = torch.tensor(words, dtype=torch.int64).pin_memory()
-        self._table = host.to(gradients[0].device, non_blocking=True)
-        self._addresses = addresses
-        if torch.cuda.is_current_stream_capturing():
-            # A replay copies the host table again.
-            self._captured += [host, self._table]
-        return self._table
+        return words
 
 
 def _row(tensors: AdamWTensors, gradient: Tensor) -> list[int]:
