@@ -21,6 +21,7 @@ with warnings.catch_warnings():
     # The import announces which optional NVIDIA packages are absent; nothing here uses them.
     warnings.simplefilter("ignore")
     from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel import mappings as mappings  # for sequence_parallel.py
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 # RowParallelLinear leaves out the group in an inner call that does not communicate, and then warns about itself.
