@@ -264,7 +264,7 @@ def _compare_changes(
         assert float(change) == pytest.approx(expected[key], rel=limit, abs=rounding), released
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", (*BACKENDS, "varlen"))
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, FP64), (torch.float32, FP32_FORWARD)], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("name", CASE_NAMES)
 def test_sampled_actions(name: str, dtype: torch.dtype, limit: float, backend: Any) -> None:

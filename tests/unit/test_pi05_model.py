@@ -199,7 +199,7 @@ def test_uint8_images_become_the_documented_range() -> None:
     assert pixels.flatten().tolist() == [-1.0, 1.0]
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "varlen"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_N05_all_cameras_masked_and_empty_prompt_stay_finite(dtype: torch.dtype, backend: Any) -> None:
     model, batch = tiny_model(dtype=dtype, attention_backend=backend, skip_dead_compute=False), tiny_batch()
