@@ -61,8 +61,8 @@ def recorded_events(run: TrainingRun) -> list[str]:
 
 
 def _recorded(start: Any, events: list[str]) -> Any:
-    def start_grad_sync() -> None:
+    def start_grad_sync(**options: Any) -> None:
         events.append("reduce")
-        start()
+        start(**options)
 
     return start_grad_sync

@@ -58,7 +58,7 @@ def attention_results(backend: Any, dtype: torch.dtype, num_queries: int) -> lis
 
 
 @pytest.mark.parametrize("num_queries", [50, 700])
-@pytest.mark.parametrize("backend", ["varlen", "flex", "sdpa"])
+@pytest.mark.parametrize("backend", ["varlen", "flex", "sdpa", "matmul"])
 def test_attention_kernels_against_fp64(backend: Any, num_queries: int) -> None:
     exact = attention_results("eager", torch.float64, num_queries)
     plain = attention_results("eager", torch.bfloat16, num_queries)
@@ -69,7 +69,7 @@ def test_attention_kernels_against_fp64(backend: Any, num_queries: int) -> None:
 
 
 @pytest.mark.parametrize("merge", [False, True])
-@pytest.mark.parametrize("backend", ["sdpa", "varlen", "flex"])
+@pytest.mark.parametrize("backend", ["sdpa", "matmul", "varlen", "flex"])
 @pytest.mark.parametrize("scope", ["per_layer", "backbone", "multi_group"])
 def test_compiled_bf16_model_is_as_close_to_fp64_as_the_plain_one(scope: Any, backend: Any, merge: bool) -> None:
     # Head width 16 at least: the smallest tile of flex attention.
@@ -91,7 +91,7 @@ def test_compiled_bf16_model_is_as_close_to_fp64_as_the_plain_one(scope: Any, ba
     assert error(found) <= 1.5 * error(plain) + 1e-3
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "varlen", "flex"])
+@pytest.mark.parametrize("backend", ["sdpa", "matmul", "varlen", "flex"])
 def test_a_compiled_step_never_waits_and_never_compiles_again(groups: ParallelGroups, backend: str) -> None:
     flags = ("--bf16", "--compile", "--merge-projections", "--attention-backend", backend, "--kv-channels", "32")
     run = build_run(tiny_run_config(*flags), groups)

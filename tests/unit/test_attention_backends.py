@@ -109,7 +109,7 @@ def test_valid_tokens_come_first_in_their_order() -> None:
 
 
 def test_attention_without_a_mask_needs_no_description() -> None:
-    assert [without_mask(b) for b in ("varlen", "flex", "flash_attn", "sdpa", "eager")] == [*["sdpa"] * 4, "eager"]
+    assert [without_mask(b) for b in ("varlen", "flex", "flash_attn", "matmul", "sdpa", "eager")] == [*["sdpa"] * 5, "eager"]
 
 
 def test_auto_is_printed() -> None:
@@ -128,3 +128,33 @@ def test_a_missing_package_is_found_before_anything_is_built(monkeypatch: pytest
     monkeypatch.setattr("megatron_vla.config.check_optimization.find_spec", lambda name: None)
     config = parse_args(["--mock-data", "--attention-backend", "flash_attn"])
     assert ["flash_attn_interface" in f.what for f in check(config, FAMILY, 1) if f.where == "--attention-backend"] == [True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_matmul_attention_has_the_derivatives_of_the_reference(dtype: torch.dtype) -> None:
+    """Written out by hand: against autograd through the explicit form in fp64, with padded keys of an odd number."""
+    valid = torch.tensor([[True] * 13, [True] * 4 + [False] * 9])
+    exact = [
+        uniform(i, (2, n, s, 16)).to(dtype).double().requires_grad_() for i, (n, s) in enumerate(((4, 6), (2, 13), (2, 13)))
+    ]
+    ours = [leaf.detach().to(dtype).requires_grad_() for leaf in exact]
+    weight = uniform(5, (2, 6, 64)).to(dtype)
+    results = []
+    for leaves, backend in ((exact, "eager"), (ours, "matmul")):
+        output = attend(*leaves, key_mask(valid, leaves[0].dtype), backend)  # type: ignore[arg-type]
+        results.append((output, *torch.autograd.grad((output * weight.to(output.dtype)).sum(), leaves)))
+    for expected, found in zip(*results, strict=True):
+        assert relative_difference(found, expected) <= (1e-13 if dtype == torch.float64 else 0.02)
+
+
+def test_matmul_attention_stores_nothing_in_fp32() -> None:
+    leaves = [uniform(i, (1, 2, 8, 16)).bfloat16().requires_grad_() for i in range(3)]
+    stored: list[torch.dtype] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        stored.append(tensor.dtype)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        attend(*leaves, None, "matmul")
+    assert stored and set(stored) == {torch.bfloat16}

@@ -162,7 +162,7 @@ def test_there_is_no_short_last_batch() -> None:
 
 def findings_of(*flags: str) -> dict[str, str]:
     """Where -> what and what to do, errors only."""
-    config = parse_args(["--mock-data", "--compile", *flags])
+    config = parse_args(["--mock-data", "--train-iters", "10", "--lr-warmup-iters", "1", "--compile", *flags])
     found = check(config, FAMILY, 2)
     return {f.where: f"{f.what} {f.fix}" for f in found if f.severity == "error"}
 

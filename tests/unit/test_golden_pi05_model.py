@@ -31,7 +31,7 @@ from megatron_vla.training.gradient import clip_factor, gradient_norm
 from megatron_vla.training.optimizer import AdamW
 
 FP64, FP32_FORWARD, FP32_GRADIENT = 1e-9, 2e-5, 1e-4
-BACKENDS = ("sdpa", "eager")
+BACKENDS = ("sdpa", "matmul", "eager")
 
 
 def is_shift_invariant(name: str) -> bool:

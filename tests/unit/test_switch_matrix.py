@@ -25,7 +25,7 @@ from megatron_vla.training.session import training_session
 # Every switch that exists on the CPU. Those that exclude each other are values of one switch.
 SWITCHES: dict[str, list[dict[str, Any]]] = {
     "dead compute": [{"skip_dead_compute": False}],
-    "attention": [{"attention_backend": "sdpa"}, {"attention_backend": "varlen"}],
+    "attention": [{"attention_backend": backend} for backend in ("sdpa", "matmul", "varlen")],
     "recompute": [
         {"activation_checkpoint_module_patterns": ("vision_tower.layers.*", "layers.*")},
         {"activation_checkpoint_module_patterns": ("vision_tower", "layers.*.*.mlp")},
