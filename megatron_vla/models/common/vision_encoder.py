@@ -2,7 +2,8 @@
 
 Between the matrices the residual stream [I, S, H] may be this rank's rows [R, H] (see parallel/sequence_parallel.py).
 
-Shape legend: I images, C channels, Y X pixel rows and columns, S patches, H hidden, N heads, D head width.
+Shape legend: I images, C channels, Y X pixel rows and columns, R K rows and columns of patches, S patches, P pixels of a
+patch in all channels, H hidden, N heads, D head width.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_vla.models.common.attention import AttentionBackend, attend
+from megatron_vla.models.common.attention import attend
+from megatron_vla.models.common.attention_mask import AttentionBackend, without_mask
+from megatron_vla.models.common.merged_linear import MergesProjections, merged_linear
 from megatron_vla.models.common.normalization import LayerNorm
 from megatron_vla.parallel.linear import column_parallel_linear, row_parallel_linear
 from megatron_vla.parallel.sequence_parallel import gather_rows, gather_samples, split_rows
@@ -48,17 +51,26 @@ class VisionEmbeddings(nn.Module):
         self.position_embedding = nn.Embedding(sizes.num_patches, sizes.hidden_size)
 
     def forward(self, images_ICYX: Tensor) -> Tensor:
-        """Images in [-1, 1] -> [I, S, H] in the convolution's dtype, patches in row-major order."""
-        patches_IHYX = self.patch_embedding(images_ICYX.to(self.patch_embedding.weight.dtype))
-        return patches_IHYX.flatten(2).transpose(1, 2) + self.position_embedding.weight
+        """Images in [-1, 1] -> [I, S, H] in the convolution's dtype, patches in row-major order.
+
+        A convolution whose stride is its kernel is one matrix product, and three input channels suit no convolution kernel.
+        """
+        weight_HCYX = self.patch_embedding.weight
+        side = weight_HCYX.shape[-1]
+        rows, columns = images_ICYX.shape[-2] // side, images_ICYX.shape[-1] // side
+        pixels_ICYX = images_ICYX[..., : rows * side, : columns * side].to(weight_HCYX.dtype)
+        pixels_ICRYKX = pixels_ICYX.unflatten(3, (columns, side)).unflatten(2, (rows, side))
+        pixels_ISP = pixels_ICRYKX.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        patches_ISH = F.linear(pixels_ISP, weight_HCYX.flatten(1), self.patch_embedding.bias)
+        return patches_ISH + self.position_embedding.weight
 
 
-class VisionAttention(nn.Module):
+class VisionAttention(MergesProjections):
     """Full self-attention with biases and no mask."""
 
     def __init__(self, sizes: VisionSizes, backend: AttentionBackend, tensor_parallel: TensorParallel) -> None:
         super().__init__()
-        self.backend = backend
+        self.backend = without_mask(backend)
         self.tensor_parallel = tensor_parallel
         self.num_patches = sizes.num_patches
         self.head_width = sizes.hidden_size // sizes.num_attention_heads
@@ -68,12 +80,16 @@ class VisionAttention(nn.Module):
         self.v_proj = column_parallel_linear(hidden, hidden, bias=True, tensor_parallel=tensor_parallel)
         self.out_proj = row_parallel_linear(hidden, hidden, bias=True, tensor_parallel=tensor_parallel)
 
+    def projection_groups(self) -> tuple[tuple[nn.Module, ...], ...]:
+        """q, k and v read the same patches."""
+        return ((self.q_proj, self.k_proj, self.v_proj),)
+
     def forward(self, hidden_ISH: Tensor) -> Tensor:
         """[I, S, H] -> [I, S, H]."""
         hidden_ISH = gather_samples(hidden_ISH, self.num_patches, self.tensor_parallel)
         query, key, value = (
-            project(hidden_ISH).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
+            projected.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for projected in merged_linear(hidden_ISH, (self.q_proj, self.k_proj, self.v_proj), self.merged)
         )
         return self.out_proj(attend(query, key, value, None, self.backend))
 
