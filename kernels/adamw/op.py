@@ -7,7 +7,8 @@ five lists of 800 tensors would cost more host time than the launch.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +75,26 @@ class FusedAdamW:
         self._addresses: tuple[int, ...] = ()
         self._table: Tensor | None = None
         self._captured: list[Tensor] = []
+        self._reserved: Tensor | None = None
+        self._pending: list[tuple[Tensor, list[int]]] = []
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Around the capture of a graph that contains one `step`.
+
+        Its table is allocated before and written after the capture: inside, page-locked memory may not be allocated, and device
+        memory would come from the graphs' pool, where another graph's replay may overwrite it.
+        """
+        self._reserved = torch.empty(
+            len(self._parameters) * _WORDS_PER_ROW, dtype=torch.int64, device=self._row_of_block.device
+        )
+        try:
+            yield
+            for table, words in self._pending:
+                table.copy_(torch.tensor(words, dtype=torch.int64).pin_memory(), non_blocking=True)
+        finally:
+            self._reserved = None
+            self._pending.clear()
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], scale: Tensor, coefficients: Coefficients, keep: Tensor | None) -> None:
@@ -103,20 +124,25 @@ class FusedAdamW:
     def _table_of(self, gradients: Sequence[Tensor]) -> Tensor:
         """The device table for these gradients; a new one only when an address has changed."""
         addresses = tuple(g.data_ptr() for g in gradients)
-        if self._table is not None and addresses == self._addresses:
-            return self._table
-        words: list[int] = []
-        for tensors, gradient in zip(self._parameters, gradients, strict=True):
-            assert gradient.is_contiguous() and gradient.shape == tensors.main.shape, (
-                "gradients must be laid out like the state"
-            )
-            words += _row(tensors, gradient)
-        host = torch.tensor(words, dtype=torch.int64).pin_memory()
-        self._table = host.to(gradients[0].device, non_blocking=True)
-        self._addresses = addresses
-        if torch.cuda.is_current_stream_capturing():
-            # A replay copies the host table again.
-            self._captured += [host, self._table]
+        is_capturing = torch.cuda.is_current_stream_capturing()
+        if self._table is None or addresses != self._addresses:
+            words: list[int] = []
+            for tensors, gradient in zip(self._parameters, gradients, strict=True):
+                assert gradient.is_contiguous() and gradient.shape == tensors.main.shape, (
+                    "gradients must be laid out like the state"
+                )
+                words += _row(tensors, gradient)
+            if is_capturing:
+                assert self._reserved is not None, "capture a step inside `capturing`"
+                self._table, self._reserved = self._reserved, None
+                self._pending.append((self._table, words))
+            else:
+                host = torch.tensor(words, dtype=torch.int64).pin_memory()
+                self._table = host.to(gradients[0].device, non_blocking=True)
+            self._addresses = addresses
+        if is_capturing:
+            # The graph reads it at every replay, when eager steps may long have made another table.
+            self._captured.append(self._table)
         return self._table
 
 

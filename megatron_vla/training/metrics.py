@@ -25,6 +25,12 @@ class StepMetrics:
     is_finite: Tensor
     extra: dict[str, Tensor] = field(default_factory=dict)
 
+    def copied(self) -> StepMetrics:
+        """The same numbers in memory of their own."""
+        extra = {name: value.clone() for name, value in self.extra.items()}
+        values = (self.loss, self.num_valid, self.gradient_norm, self.is_finite)
+        return StepMetrics(*(value.clone() for value in values), extra)
+
 
 @dataclass(frozen=True)
 class StepRecord:
