@@ -56,8 +56,8 @@ def runner_findings(config: RunConfig, world_size: int) -> Iterator[Finding]:
     if config.data.prompt_padding != "max" and config.global_batch_size(world_size) > passes > 0:
         yield warning(
             "--prompt-padding",
-            f"{config.data.prompt_padding} gives micro-batches of several widths, and with {FLAG} every sequence of widths in a "
-            "step is a graph of its own",
+            f"{config.data.prompt_padding} gives micro-batches of several widths, and with {FLAG} every sequence of widths in "
+            "a step is a graph of its own",
             "use --prompt-padding max (a smaller --max-prompt-length makes it cheaper)",
         )
 

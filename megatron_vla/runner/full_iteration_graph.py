@@ -1,20 +1,21 @@
 """A whole optimizer step as one CUDA graph: zero gradients, all micro-batches, reductions, clip, AdamW, EMA, publication.
 
-The sequence of updates is that of the eager runner. The first steps are run eagerly, as training steps. Then, for every new batch
-shape (contract.py): one forward and backward whose gradients are thrown away, so that kernels are chosen, loaded and compiled;
-the capture, which executes nothing; the replay, which is the step. Outside the graph remain: the batch copy (static_buffers.py),
-the learning rate and the step count (AdamW.advance fills device scalars) and a copy of the metrics.
+The sequence of updates is that of the eager runner. The first steps are run eagerly, as training steps. Then, for every new shape of
+a step's batch (contract.py): one forward and backward whose gradients are thrown away, so that kernels are chosen, loaded and
+compiled; the capture, which executes nothing; the replay, which is the step. Outside the graph remain the batch copy
+(static_buffers.py), learning rate and step count (AdamW.advance fills device scalars), and a copy of the metrics.
 
 Beyond --cuda-graph-max-buckets shapes, steps run eagerly, on all ranks together (agreement.py).
 
 Memory: one pool for all graphs. Their temporaries overlap, since only one of them runs at a time, and eager work between replays
-borrows the same pool: so a run needs what the largest eager step needs, not twice that, plus the static batches (the gradient
-buffers, the optimizer's state and the average are persistent anyway). What eager work leaves in the pool would be overwritten by
-the next replay: that is looked for, and graphs that were captured before are then captured again.
+borrows the same pool: a run needs what its largest eager step needs, not twice that, plus the static batches (gradient buffers,
+optimizer state and average are persistent anyway). What eager work leaves in the pool would be overwritten by the next replay: that
+is looked for, and graphs that were captured before are then captured again.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -90,6 +91,7 @@ class FullIterationGraphRunner:
         self.counts = RunnerCounts()
         self._agreement = RankAgreement(eager.groups)
         self._table = _Table(max_buckets)
+        self._kept_bytes = 0
         self._lines: list[str] = []
 
     @property
@@ -151,6 +153,7 @@ class FullIterationGraphRunner:
             self._table.graphs.pop(contract).recording.release()
         buffers = StaticBuffers(example, self.eager.groups.device)
         buffers.fill(example)
+        self.recorder.make_room()
         # Gradients of this pass are dropped, and neither optimizer nor average sees them.
         self._in_pool(lambda: self.eager.accumulate(iter(buffers.batches)))
         self._end_pool_work()
@@ -172,8 +175,8 @@ class FullIterationGraphRunner:
         """A training step outside of all graphs."""
         if not self.counts.eager_steps:
             self._lines.append(
-                f"a step runs eagerly: {self._table.limit} graphs are in use (--cuda-graph-max-buckets) and this shape, on this "
-                f"rank or another, is none of theirs: {contract}; {_FEWER_SHAPES}"
+                f"a step runs eagerly: {self._table.limit} graphs are in use (--cuda-graph-max-buckets) and the shape of this "
+                f"rank's batch, or another's, is none of theirs: {contract}; {_FEWER_SHAPES}"
             )
         self.counts.eager_steps += 1
         self.eager.optimizer.advance(learning_rate)
@@ -197,9 +200,13 @@ class FullIterationGraphRunner:
         left = self.recorder.kept_bytes() - self._kept_bytes
         if left <= 0 or not self._table.graphs:
             return
+        gc.collect()  # cycles that nobody can reach are no reason
+        left = self.recorder.kept_bytes() - self._kept_bytes
+        if left <= 0:
+            return
         self._lines.append(
-            f"{len(self._table.graphs)} graph(s) discarded, to be captured again: the model has kept {left} bytes from an eager "
-            "pass, in memory that they write to"
+            f"{len(self._table.graphs)} graph(s) discarded, to be captured again: the model has kept {left} bytes from an "
+            "eager pass, in memory that they write to"
         )
         self.counts.discarded += len(self._table.graphs)
         self._discard()

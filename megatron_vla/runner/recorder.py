@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -26,6 +26,9 @@ class Recording(Protocol):
 
 class Recorder(Protocol):
     """Records steps. All recordings share one pool of memory, so only one may run at a time."""
+
+    def make_room(self) -> None:
+        """Give memory that eager steps have cached back to the device, where the pool can get it."""
 
     def record(self, work: Callable[[], StepMetrics]) -> Recording:
         """Run `work` on the host once, noting its device work without executing any."""
@@ -75,18 +78,23 @@ class CudaGraphRecorder:
             raise RuntimeError("the default stream cannot be captured: call prepare_device before the model is built")
         self._pool = torch.cuda.MemPool()
 
-    def record(self, work: Callable[[], StepMetrics]) -> CudaRecording:
-        """Capture `work`. Memory that eager steps have cached goes back to the device first."""
-        graph = torch.cuda.CUDAGraph()
+    def make_room(self) -> None:
+        """Collects garbage first: an autograd graph in a cycle holds a whole step's activations."""
         torch.cuda.synchronize(self._device)
         gc.collect()
         torch.cuda.empty_cache()
+
+    def record(self, work: Callable[[], StepMetrics]) -> CudaRecording:
+        """Capture `work`."""
+        graph = torch.cuda.CUDAGraph()
+        self.make_room()
         # A collection in the middle could run finalizers that CUDA forbids during a capture.
         was_enabled = gc.isenabled()
         gc.disable()
         try:
             # thread_local: loader threads pin memory and NCCL's watchdog asks for events meanwhile; both is harmless.
-            with torch.cuda.graph(graph, pool=self._pool.id, stream=self._stream, capture_error_mode="thread_local"):
+            pool = cast(Any, self._pool.id)
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = work()
         finally:
             if was_enabled:
@@ -98,8 +106,7 @@ class CudaGraphRecorder:
         return cast(AbstractContextManager[None], torch.cuda.use_mem_pool(self._pool, self._device))
 
     def kept_bytes(self) -> int:
-        """Rare: looks through the pool's blocks. Frees pending on other streams do not count."""
-        gc.collect()
+        """Looks through the pool's blocks (milliseconds). Frees that wait for other streams do not count."""
         blocks = [block for segment in self._pool.snapshot() for block in segment["blocks"]]
         return sum(block["size"] for block in blocks if block["state"] == "active_allocated")
 

@@ -28,8 +28,7 @@ class StepMetrics:
     def copied(self) -> StepMetrics:
         """The same numbers in memory of their own."""
         extra = {name: value.clone() for name, value in self.extra.items()}
-        values = (self.loss, self.num_valid, self.gradient_norm, self.is_finite)
-        return StepMetrics(*(value.clone() for value in values), extra)
+        return StepMetrics(self.loss.clone(), self.num_valid.clone(), self.gradient_norm.clone(), self.is_finite.clone(), extra)
 
 
 @dataclass(frozen=True)
