@@ -1,8 +1,8 @@
 """What all ranks of a graph runner decide together. Through gloo, between hosts: the device is never asked and never waits.
 
-Ranks see different samples, so their batches may have different shapes. They may replay different graphs of one step, because the
-collectives inside are the same, but a collective in a graph must not meet one that is launched eagerly: NCCL chooses buffers and
-algorithms at capture. So a step is replayed on all ranks, or run eagerly on all.
+Ranks see different samples, so their batches may have different shapes. They may replay different graphs of one step, because
+the collectives inside are the same, but a collective in a graph must not meet one that is launched eagerly: NCCL chooses
+buffers and algorithms at capture. So a step is replayed on all ranks, or run eagerly on all.
 
 Cost: one all-reduce of 4 bytes per step, on the host, which is ahead of its device by most of a step.
 """

@@ -1,8 +1,8 @@
 """What all batches that one captured graph may run on have in common, read from host batches without touching a tensor's data.
 
-A graph replays fixed kernels on fixed addresses. So every tensor must have the shape and the dtype that it had at capture, the same
-optional fields must be there, and every plain number that the model's Python code may have read (a maximal length, an image grid)
-must be equal: it is baked into the graph.
+A graph replays fixed kernels on fixed addresses. So every tensor must have the shape and the dtype that it had at capture, the
+same optional fields must be there, and every plain number that the model's Python code may have read (a maximal length, an
+image grid) must be equal: it is baked into the graph.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _field(batch: Any, name: str) -> Hashable:
         hash(value)
     except TypeError as problem:
         raise ValueError(
-            f"batch field {type(batch).__name__}.{name} is a {type(value).__name__}: with --runner full_iteration_graph a field "
-            "is a tensor, a plain number or a tuple, so that it can be compared from step to step; use --runner eager"
+            f"batch field {type(batch).__name__}.{name} is a {type(value).__name__}: with --runner full_iteration_graph a "
+            "field is a tensor, a plain number or a tuple, so that it can be compared from step to step; use --runner eager"
         ) from problem
     return value
 

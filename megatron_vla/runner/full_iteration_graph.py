@@ -1,16 +1,16 @@
 """A whole optimizer step as one CUDA graph: zero gradients, all micro-batches, reductions, clip, AdamW, EMA, publication.
 
-The sequence of updates is that of the eager runner. The first steps are run eagerly, as training steps. Then, for every new shape of
-a step's batch (contract.py): one forward and backward whose gradients are thrown away, so that kernels are chosen, loaded and
-compiled; the capture, which executes nothing; the replay, which is the step. Outside the graph remain the batch copy
-(static_buffers.py), learning rate and step count (AdamW.advance fills device scalars), and a copy of the metrics.
+The sequence of updates is that of the eager runner. The first steps are run eagerly, as training steps. Then, for every new
+shape of a step's batch (contract.py): one forward and backward whose gradients are thrown away, so that kernels are chosen,
+loaded and compiled; the capture, which executes nothing; the replay, which is the step. Outside the graph remain the batch
+copy (static_buffers.py), learning rate and step count (AdamW.advance fills device scalars), and a copy of the metrics.
 
 Beyond --cuda-graph-max-buckets shapes, steps run eagerly, on all ranks together (agreement.py).
 
-Memory: one pool for all graphs. Their temporaries overlap, since only one of them runs at a time, and eager work between replays
-borrows the same pool: a run needs what its largest eager step needs, not twice that, plus the static batches (gradient buffers,
-optimizer state and average are persistent anyway). What eager work leaves in the pool would be overwritten by the next replay: that
-is looked for, and graphs that were captured before are then captured again.
+Memory: one pool for all graphs. Their temporaries overlap, since only one of them runs at a time, and eager work between
+replays borrows the same pool: a run needs what its largest eager step needs, not twice that, plus the static batches (gradient
+buffers, optimizer state and average are persistent anyway). What eager work leaves in the pool would be overwritten by the
+next replay: that is looked for, and graphs that were captured before are then captured again.
 """
 
 from __future__ import annotations

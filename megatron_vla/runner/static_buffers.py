@@ -1,8 +1,9 @@
 """Device batches with fixed addresses, which one captured graph reads.
 
-Host batches are copied in stream order: the copy waits for the replay before it, so one set of buffers is enough, without events.
-On a stream of its own the copy could run under that replay, but would need a second set and a copy on the device; there is little
-to hide: 10 MB of images (Pi0.5 at 32 samples) take 0.2 ms of a 540 ms step. From pinned memory the host does not wait.
+Host batches are copied in stream order: the copy waits for the replay before it, so one set of buffers is enough, without
+events. On a stream of its own the copy could run under that replay, but would need a second set and a copy on the device;
+there is little to hide: 10 MB of images (Pi0.5 at 32 samples) take 0.2 ms of a 540 ms step. From pinned memory the host does
+not wait.
 """
 
 from __future__ import annotations
