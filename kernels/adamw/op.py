@@ -7,8 +7,7 @@ five lists of 800 tensors would cost more host time than the launch.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from megatron_vla.kernels import load_launcher
 from megatron_vla.kernels.adamw.reference import Coefficients
+from megatron_vla.kernels.tensor_table import AddressTable, BlockMap
 
 # Elements of one block: 16 rounds of 512 threads on four elements. The base model then has about 100,000 blocks.
 CHUNK = 32768
@@ -62,39 +62,8 @@ class FusedAdamW:
         ]
         self._parameters = tuple(parameters)
         self._constants = (*betas, 1 - betas[0], 1 - betas[1], eps)
-        device = parameters[0].main.device
-        rows: list[int] = []
-        chunks: list[int] = []
-        for row, tensors in enumerate(parameters):
-            count = -(-tensors.main.numel() // CHUNK)
-            rows += [row] * count
-            chunks += range(count)
-        self._num_blocks = len(rows)
-        self._row_of_block = torch.tensor(rows, dtype=torch.int32).to(device)
-        self._chunk_of_block = torch.tensor(chunks, dtype=torch.int32).to(device)
-        self._addresses: tuple[int, ...] = ()
-        self._table: Tensor | None = None
-        self._captured: list[Tensor] = []
-        self._reserved: Tensor | None = None
-        self._pending: list[tuple[Tensor, list[int]]] = []
-
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Around the capture of a graph that contains one `step`.
-
-        Its table is allocated before and written after the capture: inside, page-locked memory may not be allocated, and device
-        memory would come from the graphs' pool, where another graph's replay may overwrite it.
-        """
-        self._reserved = torch.empty(
-            len(self._parameters) * _WORDS_PER_ROW, dtype=torch.int64, device=self._row_of_block.device
-        )
-        try:
-            yield
-            for table, words in self._pending:
-                table.copy_(torch.tensor(words, dtype=torch.int64).pin_memory(), non_blocking=True)
-        finally:
-            self._reserved = None
-            self._pending.clear()
+        self._blocks = BlockMap([p.main.numel() for p in parameters], CHUNK, parameters[0].main.device)
+        self._table = AddressTable()
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], scale: Tensor, coefficients: Coefficients, keep: Tensor | None) -> None:
@@ -103,16 +72,17 @@ class FusedAdamW:
         scale: shape [], fp32, multiplies every gradient. keep: shape [], bool; where False nothing changes.
         """
         assert len(gradients) == len(self._parameters)
-        table = self._table_of(gradients)
+        table = self._table.of(gradients, lambda: self._rows(gradients))
+        blocks = self._blocks
         scalars = (coefficients.decay, scale, coefficients.bias_correction2_sqrt, coefficients.negative_step_size)
         assert all(s.dtype == torch.float32 and s.numel() == 1 for s in scalars)
         assert keep is None or keep.dtype == torch.bool
         code = self._launch(
             table.data_ptr(),
-            self._row_of_block.data_ptr(),
-            self._chunk_of_block.data_ptr(),
-            self._num_blocks,
-            CHUNK,
+            blocks.row_of_block.data_ptr(),
+            blocks.chunk_of_block.data_ptr(),
+            blocks.num_blocks,
+            blocks.chunk,
             *(s.data_ptr() for s in scalars),
             None if keep is None else keep.data_ptr(),
             *self._constants,
@@ -121,29 +91,14 @@ class FusedAdamW:
         if code:
             raise RuntimeError(f"the AdamW kernel was not launched: CUDA error {code}")
 
-    def _table_of(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The device table for these gradients; a new one only when an address has changed."""
-        addresses = tuple(g.data_ptr() for g in gradients)
-        is_capturing = torch.cuda.is_current_stream_capturing()
-        if self._table is None or addresses != self._addresses:
-            words: list[int] = []
-            for tensors, gradient in zip(self._parameters, gradients, strict=True):
-                assert gradient.is_contiguous() and gradient.shape == tensors.main.shape, (
-                    "gradients must be laid out like the state"
-                )
-                words += _row(tensors, gradient)
-            if is_capturing:
-                assert self._reserved is not None, "capture a step inside `capturing`"
-                self._table, self._reserved = self._reserved, None
-                self._pending.append((self._table, words))
-            else:
-                host = torch.tensor(words, dtype=torch.int64).pin_memory()
-                self._table = host.to(gradients[0].device, non_blocking=True)
-            self._addresses = addresses
-        if is_capturing:
-            # The graph reads it at every replay, when eager steps may long have made another table.
-            self._captured.append(self._table)
-        return self._table
+    def _rows(self, gradients: Sequence[Tensor]) -> list[int]:
+        words: list[int] = []
+        for tensors, gradient in zip(self._parameters, gradients, strict=True):
+            assert gradient.is_contiguous() and gradient.shape == tensors.main.shape, (
+                "gradients must be laid out like the state"
+            )
+            words += _row(tensors, gradient)
+        return words
 
 
 def _row(tensors: AdamWTensors, gradient: Tensor) -> list[int]:

@@ -25,6 +25,7 @@ from typing import TypeVar
 import torch
 
 from megatron_vla.data.batch import Batch
+from megatron_vla.kernels.tensor_table import tables_of_capture
 from megatron_vla.parallel.data_parallel import DataParallelModel
 from megatron_vla.parallel.pipeline import Schedule
 from megatron_vla.runner.agreement import RankAgreement, Readiness
@@ -157,7 +158,7 @@ class FullIterationGraphRunner:
         # Gradients of this pass are dropped, and neither optimizer nor average sees them.
         self._in_pool(lambda: self.eager.accumulate(iter(buffers.batches)))
         self._end_pool_work()
-        with self.eager.optimizer.capturing():
+        with tables_of_capture(self.eager.groups.device):
             recording = self.recorder.record(lambda: self.eager.iterate(iter(buffers.batches)))
         self.model.after_replay()
         self._table.graphs[contract] = _Captured(buffers, recording)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,10 +158,6 @@ class AdamW:
         group["lr"] = learning_rate
         self._lr.fill_(learning_rate)
         self._step.fill_(group["step"])
-
-    def capturing(self) -> AbstractContextManager[None]:
-        """Around the capture of a graph that contains one `step`. `advance` stays outside, before every replay."""
-        return nullcontext() if self._kernel is None else self._kernel.capturing()
 
     def _coefficients(self, is_finite: Tensor | None) -> dict[torch.dtype, Coefficients]:
         """Step-dependent scalars in each main dtype, made so that a refused step changes nothing."""
