@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork, Work
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from megatron_vla.training.metrics import StepMetrics
 
@@ -69,6 +70,8 @@ class NotingOperations(TorchDispatchMode):
                 self.before[place] = (whole, whole.clone())
         known = {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
         result = function(*args, **kwargs)
+        if function.namespace == "c10d":
+            result = _completed(result)
         fresh = [tensor for tensor in tensors_in(result) if storage_of(tensor) not in known]
         self.own |= {storage_of(tensor) for tensor in fresh}
         # Aliases that autograd cannot touch: its metadata must not keep the graph alive or refuse the copies of a replay.
@@ -85,11 +88,21 @@ class NotingOperations(TorchDispatchMode):
             whole.copy_(contents)
 
 
+def _completed(result: Any) -> Any:
+    """The result of a collective, when it is there: some backends write it in `wait`, and a replay would not call that."""
+    leaves, structure = tree_flatten(result)
+    done = [leaf if isinstance(leaf, Tensor) or leaf is None else Work.boxed(FakeWork()) for leaf in leaves]
+    for leaf, replaced in zip(leaves, done, strict=True):
+        if leaf is not replaced:
+            Work.unbox(leaf).wait()
+    return tree_unflatten(done, structure)
+
+
 def _detached(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def convert(value: Any) -> Any:
         return value.detach() if isinstance(value, Tensor) else value
 
-    return torch.utils._pytree.tree_map(convert, (args, kwargs))
+    return tree_map(convert, (args, kwargs))
 
 
 class OperationRecording:
@@ -109,8 +122,7 @@ class OperationRecording:
         for function, args, kwargs, outputs in self._operations:
             result = function(*args, **kwargs)
             if function.namespace == "c10d":
-                leaves = tree_leaves(result)
-                leaves[-1].wait()
+                _completed(result)
             known = {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
             fresh = [tensor for tensor in tensors_in(result) if storage_of(tensor) not in known]
             for kept, new in zip(outputs, fresh, strict=True):
