@@ -20,8 +20,11 @@ READ_AFTER = 5
 def compare_runners(rank: int, flags: list[str]) -> dict[str, Any]:
     """Eight steps with each runner, and a reader of the weights (as a checkpoint is one) after the fifth."""
     config = tiny_config(*flags)
-    graph_config = tiny_config(*flags, "--runner", "full_iteration_graph", "--cuda-graph-max-buckets", "2")
+    graph_config = tiny_config(
+        *flags, "--runner", "full_iteration_graph", "--cuda-graph-max-buckets", "2", "--cuda-graph-warmup-steps", "2"
+    )
     on_gpu = torch.cuda.is_available()
+    torch.backends.cudnn.deterministic = True  # else two eager runs differ already
     prepare_environment(graph_config, 2)
     groups = initialize(config.parallel, quiet=True)
     prepare_device(graph_config, groups)
