@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import statistics
@@ -59,16 +60,10 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int) ->
         groups = run.groups
         on_gpu = groups.device.type == "cuda"
         stepper = _Stepper(run, warmup + steps + 1)
-        losses: list[torch.Tensor] = []
-        times_ms: list[float] = []
-        before_timing: dict[str, float] = {}
-        for iteration in range(warmup + steps):
-            if iteration == warmup:
-                before_timing = run.runner.counters()
-            elapsed_ms, loss = stepper.timed(on_gpu)
-            losses.append(loss)
-            if iteration >= warmup:
-                times_ms.append(elapsed_ms)
+        losses = [stepper.step(stepper.fetch()) for _ in range(warmup)]
+        before_timing = run.runner.counters()
+        times_ms, timed_losses = stepper.timed(steps, on_gpu)
+        losses += timed_losses
         peaks_gib: list[float] = [0.0] * groups.world_size
         dist.all_gather_object(peaks_gib, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0, group=groups.host_group)
         profiled = _profile_step(stepper) if on_gpu else dict.fromkeys(PROFILED)
@@ -137,18 +132,27 @@ class _Stepper:
         self.last_batch = batches[-1]
         return batches
 
-    def timed(self, on_gpu: bool) -> tuple[float, Any]:
-        """(ms, loss) of one step; on a GPU from an idle device until the last kernel is done."""
+    def timed(self, steps: int, on_gpu: bool) -> tuple[list[float], list[Any]]:
+        """(ms, loss) of every step. The host issues one after the other and waits for none, as in training; on a GPU a step
+        lasts from the end of the one before to its own end there."""
         import torch
 
-        batches = self.fetch()
-        if on_gpu:
-            torch.cuda.synchronize()
-        start_s = time.perf_counter()
-        loss = self.step(batches)
-        if on_gpu:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start_s) * 1e3, loss
+        batches = [self.fetch() for _ in range(steps)]
+        losses: list[Any] = []
+        if not on_gpu:
+            marks = [time.perf_counter()]
+            for micro_batches in batches:
+                losses.append(self.step(micro_batches))
+                marks.append(time.perf_counter())
+            return [(end - start) * 1e3 for start, end in itertools.pairwise(marks)], losses
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        torch.cuda.synchronize()
+        events[0].record()
+        for micro_batches, event in zip(batches, events[1:], strict=True):
+            losses.append(self.step(micro_batches))
+            event.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in itertools.pairwise(events)], losses
 
 
 def _profile_step(stepper: _Stepper) -> dict[str, int]:
