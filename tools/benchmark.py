@@ -4,9 +4,10 @@
 
 Reported per rung: median step time and samples/s, peak memory, model FLOP utilisation (three times the forward FLOPs of
 `model.flops_per_sample`, recomputation not counted, over the GPU's dense bf16 datasheet rate), kernels (and how many of them a
-graph launched), host synchronisations and graph launches of one profiled steady step, the losses of the first ten steps on fixed draws and their difference to the
-rung above. A rung may set "num_processes": it then runs under torchrun, samples/s and memory are per GPU, and the share of the
-communication time that other kernels hide is reported.
+graph launched), host synchronisations and graph launches of one profiled steady step, the losses of the first ten steps on
+fixed draws and their difference to the rung above. A rung may set "num_processes": it then runs under torchrun, samples/s and
+memory are per GPU, and the share of the communication time that other kernels hide is reported. With a graph runner, --warmup
+must cover its own warm-up steps and the captures ("spoiled_steps" counts what did not fit).
 """
 
 from __future__ import annotations
@@ -329,6 +330,10 @@ def main() -> None:
         return
     if arguments.ladder is None or arguments.output is None:
         raise SystemExit("--ladder and --output are required")
+    names = [rung["name"] for rung in json.loads(arguments.ladder.read_text())["rungs"]]
+    unknown = sorted(set(arguments.rungs or ()) - set(names))
+    if unknown:
+        raise SystemExit(f"--rungs {' '.join(unknown)}: not in {arguments.ladder}, which has {', '.join(names)}")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     result = run_ladder(arguments)
     draw(result, arguments.output.with_suffix(".png"))
