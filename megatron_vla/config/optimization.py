@@ -42,6 +42,10 @@ class OptimizationConfig:
     activation_checkpoint_module_patterns: tuple[str, ...] = ()
     """Modules whose activations are recomputed in backward: dotted names, '*' stands for one segment."""
 
+    report_memory: bool = False
+    """Do not train: measure what recomputing each kind of module saves and costs on one micro-batch, recommend patterns for
+    --micro-batch-size, and end."""
+
     allow_tf32: bool = False
     """Let fp32 matmuls and convolutions use TF32 on GPUs (openpi and LeRobot trainers do)."""
 
