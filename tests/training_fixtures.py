@@ -36,7 +36,7 @@ def build_run(config: RunConfig, groups: ParallelGroups) -> TrainingRun:
     family = model_family(config.model.model_name)
     supply = build_data(config, family)
     module = family.build(config, groups)
-    module = apply_optimizations(module, config.optimization, lambda line: None)
+    module = apply_optimizations(module, config.optimization, family, lambda line: None)
     model = wrap(module, config.parallel, groups, family.block_names)
     optimizer = AdamW(module.named_parameters(), config.optimizer, model.owned_part)
     average = None if config.optimizer.ema_decay is None else ParameterAverage(optimizer, config.optimizer.ema_decay)

@@ -22,6 +22,9 @@ class ModelFamily:
     block_names: dotted patterns ('*' = one segment) of what "a layer" is, for compile, checkpointing, FP8 and graphs.
     fp8_excluded_names: dotted patterns of modules that --fp8 leaves in bf16 with everything inside them, because their rounding
         errors matter more than their time: --fp8-module-list overrides it.
+    backbone_functions: dotted names of methods of fixed-shape tensors that are one graph each under --compile-scope backbone
+        ("backbone", "vision_tower.forward"); between them they call every layer.
+    group_functions: methods of what lies around the layers, which --compile-scope multi_group compiles beside each layer.
     metric_names: names of the metrics that loss_func returns; stages without a loss need to know how many there are.
     pipeline_units(config: RunConfig) -> ModelUnits: the model's parts with their FLOPs, for the stage plan.
     batch_fields: names of the Batch tensors that forward_step reads.
@@ -36,6 +39,8 @@ class ModelFamily:
     check: Callable[..., Any]
     converter: Any
     block_names: tuple[str, ...]
+    backbone_functions: tuple[str, ...]
+    group_functions: tuple[str, ...]
     fp8_excluded_names: tuple[str, ...] = ()
     metric_names: tuple[str, ...]
     pipeline_units: Callable[..., Any]

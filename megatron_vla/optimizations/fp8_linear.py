@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_vla.config.optimization import OptimizationConfig
+from megatron_vla.models.common.merged_linear import joined_bias
 from megatron_vla.optimizations.fp8_product import Accumulation, fp8_product
 
 # Every dimension of an FP8 matrix product on NVIDIA GPUs.
@@ -89,8 +90,13 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., K] -> [..., N] in the input's dtype."""
-        output = fp8_rows_product(self.backend, input, (self.weight,))
-        return output if self.bias is None else output + self.bias
+        return self.joint_output(input, (self,))
+
+    def joint_output(self, hidden: Tensor, linears: Sequence[nn.Module]) -> Tensor:
+        """[..., K] -> [..., sum N_i]: all `linears` in one product, with one scale for their weights together."""
+        output = fp8_rows_product(self.backend, hidden, [linear.get_parameter("weight") for linear in linears])
+        bias = joined_bias(linears)
+        return output if bias is None else output + bias
 
 
 def convert(linear: nn.Linear, backend: Fp8Backend) -> None:

@@ -45,7 +45,7 @@ def training_session(config: RunConfig, family: ModelFamily) -> Iterator[Trainin
         if config.model.pretrained_checkpoint is not None and resume is None:
             reinitialize = config.model.pretrained_reinitialize
             family.converter.load(config.model.pretrained_checkpoint, module, reinitialize, print_once)
-        module = apply_optimizations(module, config.optimization, print_once)
+        module = apply_optimizations(module, config.optimization, family, print_once)
         model = wrap(module, config.parallel, groups, family.block_names)
         optimizer = AdamW(module.named_parameters(), config.optimizer, model.owned_part)
         average = None if config.optimizer.ema_decay is None else ParameterAverage(optimizer, config.optimizer.ema_decay)

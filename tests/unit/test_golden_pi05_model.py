@@ -306,5 +306,5 @@ def test_prefix_cache(name: str) -> None:
             assert relative_difference(tensor.transpose(1, 2)[valid_BP], expected.transpose(1, 2)[valid_BP]) <= FP64
     assert relative_difference(final_BPH[valid_BP], golden["prefill.last_hidden"][valid_BP]) <= FP64
     mask_BQK = golden["denoise.attention_mask_2d"]
-    ours_BQK = (cache.plan.suffix_mask_B11K[:, 0] == 0).expand_as(mask_BQK)
+    ours_BQK = (cache.plan.suffix_mask[:, 0] == 0).expand_as(mask_BQK)
     assert torch.equal(ours_BQK, mask_BQK)

@@ -28,7 +28,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from megatron_vla.config.run import parse_args
-from megatron_vla.models.common.attention import attend, block_attention_mask, key_mask, token_positions
+from megatron_vla.models.common.attention import attend, block_attention_mask, token_positions
+from megatron_vla.models.common.attention_mask import key_mask
 from megatron_vla.models.common.flow_matching import flow_time_embedding, integrate_velocity
 from megatron_vla.models.pi05.family import FAMILY
 from megatron_vla.parallel.linear import column_parallel_linear
