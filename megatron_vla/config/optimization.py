@@ -45,8 +45,8 @@ class OptimizationConfig:
     """Let fp32 matmuls and convolutions use TF32 on GPUs (openpi and LeRobot trainers do)."""
 
     fp8: Literal["torchao", "native", "transformer_engine"] | None = None
-    """Compute linear layers in FP8 (H100 or newer, with --bf16; parameters stay bf16). torchao: the package's scaled products.
-    native: this project's own on the same kernels, without any package. transformer_engine: the package's layers, not compiled."""
+    """Compute linear layers in FP8 (H100 or newer, with --bf16; parameters stay bf16). torchao: the package's products.
+    native: this project's own on the same kernels, without a package. transformer_engine: the package's, never compiled."""
 
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """One scale per tensor (fastest), or per row (torchao only); rowwise_with_gw_hp leaves weight gradients in bf16."""

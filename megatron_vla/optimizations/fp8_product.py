@@ -46,9 +46,7 @@ def quantized(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (tensor.float() * scale).to(dtype)
 
 
-def scaled_product(
-    a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale: Tensor, out_dtype: torch.dtype, fast: bool
-) -> Tensor:
+def scaled_product(a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale: Tensor, out_dtype: torch.dtype, fast: bool) -> Tensor:
     """a @ b^T of quantised matrices [M, K] and [N, K], both contiguous, divided by both scales: [M, N] in `out_dtype`."""
     if a_MK.device.type == "cpu":
         return ((a_MK.float() @ b_NK.float().t()) / (a_scale * b_scale)).to(out_dtype)
@@ -71,7 +69,7 @@ def _joined(matrices: Sequence[Tensor]) -> Tensor:
 
 
 class _Fp8Product(torch.autograd.Function):
-    """rows [M, K] times the transposed weights [N, K], which share one scale. Saved for backward: rows in FP8, nothing else new.
+    """rows [M, K] times the transposed weights [N, K], which share one scale. New memory for backward: rows in FP8.
 
     The weights are quantised again in backward: that needs no memory between the passes, and a compiled graph is free to keep
     them instead.

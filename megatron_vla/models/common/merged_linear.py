@@ -44,8 +44,9 @@ def merged_linear(hidden: Tensor, linears: Sequence[nn.Module], merged: bool) ->
     outputs: dict[int, Tensor] = {}
     for kind in {type(linear): None for linear in linears}:
         alike = {number: linear for number, linear in enumerate(linears) if type(linear) is kind}
-        joined = _joint_output(hidden, list(alike.values()))
-        parts = joined.split([linear.get_parameter("weight").shape[0] for linear in alike.values()], dim=-1)
+        parts = _joint_output(hidden, list(alike.values())).split(
+            [linear.get_parameter("weight").shape[0] for linear in alike.values()], dim=-1
+        )
         outputs.update(zip(alike, parts, strict=True))
     return tuple(outputs[number] for number in range(len(linears)))
 
@@ -61,7 +62,8 @@ def joined_bias(linears: Sequence[nn.Module]) -> Tensor | None:
     """The biases side by side; None when the layers have none."""
     if not isinstance(linears[0].bias, Tensor):
         return None
-    return torch.cat([linear.get_parameter("bias") for linear in linears])
+    biases: list[Tensor] = [linear.get_parameter("bias") for linear in linears]
+    return biases[0] if len(biases) == 1 else torch.cat(biases)
 
 
 class MergesProjections(nn.Module):
