@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron_vla.config.check_optimization import optimization_findings
 from megatron_vla.config.cli import flag_name
 from megatron_vla.config.data import DataConfig
 from megatron_vla.config.datasets import DatasetPart, dataset_parts, split_data_path
@@ -46,6 +47,7 @@ def check(config: RunConfig, family: Any, world_size: int) -> list[Finding]:
     )
     findings = [finding for rule in rules for finding in rule(config)]
     findings += _layout(config)
+    findings += optimization_findings(config)
     sizes = layout_size_findings(config.parallel, world_size)
     findings += sizes
     # Sizes that do not fill the world leave no number of data-parallel ranks to judge by.

@@ -17,6 +17,7 @@ from megatron_vla.parallel.groups import initialize, shut_down, world_size_from_
 from megatron_vla.parallel.stage_plan import plan_stages
 from megatron_vla.parallel.tensor_parallel import seed_random_number_tracker
 from megatron_vla.runner.build import build_runner
+from megatron_vla.runner.warm_up import warm_up
 from megatron_vla.training.checkpoint import TrainState, load_checkpoint
 from megatron_vla.training.ema import ParameterAverage
 from megatron_vla.training.logging import print_once
@@ -56,6 +57,10 @@ def training_session(config: RunConfig, family: ModelFamily) -> Iterator[Trainin
         if resume is not None:
             print_once(*load_checkpoint(resume, state, groups))
         runner = build_runner(family, model, optimizer, average, groups, config)
+        if config.optimization.compile and config.optimization.compile_warmup:
+            watch.enter("compiling")
+            batch = supply.first_batch(0, groups.data_parallel_rank, groups.data_parallel_size)
+            warm_up(model, family, groups, config, batch, print_once)
         yield TrainingRun(config, family, groups, supply, runner, state, watch)
     supply.close()
     shut_down()
