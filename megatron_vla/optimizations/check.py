@@ -78,7 +78,7 @@ def _transformer_engine(config: RunConfig) -> Iterator[Finding]:
 
 def fp8_module_findings(config: RunConfig, family: Any) -> Iterator[Finding]:
     """Whether patterns and list fit the model, and anything is left to convert. The family's dimensions must be checked."""
-    if config.optimization.fp8 is None or not config.model.bf16:
+    if config.optimization.fp8 is None or any(fp8_findings(config)):
         return
     try:
         select(family.skeleton(config), config.optimization, family)

@@ -38,7 +38,8 @@ def scale_of(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """
     amaxes = [tensor.abs().amax(dim=-1).amax().float() for tensor in tensors]
     amax = torch.stack(amaxes).amax() if len(amaxes) > 1 else amaxes[0]
-    return torch.finfo(dtype).max / amax.clamp(min=SMALLEST_AMAX)
+    # A number divided by a tensor would be its reciprocal, rounded, times the number.
+    return torch.full_like(amax, torch.finfo(dtype).max) / amax.clamp(min=SMALLEST_AMAX)
 
 
 def quantized(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
