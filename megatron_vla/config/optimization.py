@@ -13,10 +13,11 @@ class OptimizationConfig:
     skip_dead_compute: bool = True
     """Do not compute what the action loss never reads (last prefix layer beyond its keys and values, unused norms)."""
 
-    attention_backend: Literal["auto", "varlen", "flex", "sdpa", "flash_attn", "eager"] = "auto"
-    """Attention kernel. sdpa: torch's fused attention with a key mask. varlen: torch's kernel for sequences of different
-    lengths (GPU, bf16). flex: torch's flex attention with a block mask (GPU). flash_attn: the package of that name (GPU, bf16).
-    eager: explicit products and fp32 softmax, the reference. auto: the fastest known, printed."""
+    attention_backend: Literal["auto", "varlen", "flex", "sdpa", "matmul", "flash_attn", "eager"] = "auto"
+    """Attention kernel. sdpa: torch's fused attention with a key mask. matmul: matrix products with fp32 logits that keep the
+    probabilities. varlen: torch's kernel for sequences of different lengths (GPU, bf16). flex: torch's flex attention with a
+    block mask (GPU). flash_attn: the package of that name (GPU, bf16). eager: explicit products and fp32 softmax, the
+    reference. auto: the fastest known, printed."""
 
     merge_projections: bool = False
     """Compute projections that read the same rows as one matrix product: q, k, v, and gate, up (parameters stay separate)."""
