@@ -58,3 +58,22 @@ class OptimizationConfig:
 
     cuda_graph_max_buckets: int = 4
     """With a graph runner: batch shapes that get a graph of their own; steps of further shapes run eagerly, counted."""
+
+    fp8: Literal["torchao", "native", "transformer_engine"] | None = None
+    """Compute linear layers in FP8 (H100 or newer, with --bf16; parameters stay bf16). torchao: the package's products.
+    native: this project's own on the same kernels, without a package. transformer_engine: the package's, never compiled."""
+
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """One scale per tensor (fastest), or per row (torchao only); rowwise_with_gw_hp leaves weight gradients in bf16."""
+
+    fp8_min_dim: int = 2048
+    """Convert a linear layer when the larger of its input and output features is at least this."""
+
+    fp8_skip_module_patterns: tuple[str, ...] = ()
+    """Leave these modules in bf16, with everything inside them: dotted names, '*' stands for one segment."""
+
+    fp8_module_list: str | None = None
+    """JSON of tools/select_fp8.py: convert exactly these layers, whatever --fp8-min-dim and the family's own exceptions say."""
+
+    fp8_fast_accumulation: Literal["none", "forward", "all"] = "forward"
+    """Products that may be summed in the tensor cores' own precision, which is faster: forward is torchao's choice."""
