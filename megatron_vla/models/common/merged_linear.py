@@ -52,7 +52,7 @@ def merged_linear(hidden: Tensor, linears: Sequence[nn.Module], merged: bool) ->
 
 
 def joined_linear(hidden: Tensor, linears: Sequence[nn.Module]) -> Tensor:
-    """[..., sum of the outputs]: the outputs of `linears` side by side; one tensor from one product, if all are of one class."""
+    """[..., sum of the outputs]: the outputs of `linears` side by side, from one product if all are of one class."""
     if len({type(linear) for linear in linears}) == 1:
         return _joint_output(hidden, linears)
     return torch.cat(merged_linear(hidden, linears, merged=True), dim=-1)
