@@ -48,3 +48,13 @@ class OptimizationConfig:
 
     allow_tf32: bool = False
     """Let fp32 matmuls and convolutions use TF32 on GPUs (openpi and LeRobot trainers do)."""
+
+    runner: Literal["eager", "full_iteration_graph"] = "eager"
+    """eager: kernels are launched one by one. full_iteration_graph: forward, backward, reductions and update of a step are
+    captured in one CUDA graph per batch shape and launched at once; same updates, no host time between kernels."""
+
+    cuda_graph_warmup_steps: int = 3
+    """With a graph runner: training steps that run eagerly before the first capture."""
+
+    cuda_graph_max_buckets: int = 4
+    """With a graph runner: batch shapes that get a graph of their own; steps of further shapes run eagerly, counted."""

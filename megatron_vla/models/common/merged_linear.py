@@ -31,11 +31,16 @@ def merged_linear(hidden: Tensor, linears: Sequence[nn.Module], merged: bool) ->
     """
     if not merged:
         return tuple(linear(hidden) for linear in linears)
+    joined = joined_linear(hidden, linears)
+    return joined.split([linear.get_parameter("weight").shape[0] for linear in linears], dim=-1)
+
+
+def joined_linear(hidden: Tensor, linears: Sequence[nn.Module]) -> Tensor:
+    """[..., sum of the outputs]: the outputs of `linears` side by side, from one product; see `merged_linear`."""
     weights: list[Tensor] = [linear.get_parameter("weight") for linear in linears]
     has_bias = isinstance(linears[0].bias, Tensor)
     bias = torch.cat([linear.get_parameter("bias") for linear in linears]) if has_bias else None
-    joined = F.linear(hidden, torch.cat(weights), bias)
-    return joined.split([weight.shape[0] for weight in weights], dim=-1)
+    return F.linear(hidden, torch.cat(weights), bias)
 
 
 class MergesProjections(nn.Module):
