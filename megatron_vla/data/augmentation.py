@@ -66,11 +66,14 @@ def augment(kind: AugmentationKind, images_BVCSS: Tensor, parameters_BVP: Tensor
     unit_BVCSS = pixels_to_model_range(images_BVCSS) / 2.0 + 0.5
     shape = unit_BVCSS.shape
     if geometry_views:
-        # Which views move is fixed for the run, so nothing here asks the device for a value.
-        moved_NCSS = unit_BVCSS[:, geometry_views].flatten(0, 1)
-        by_name = _columns(fields, parameters_BVP[:, geometry_views].flatten(0, 1))
-        unit_BVCSS = unit_BVCSS.clone()
-        unit_BVCSS[:, geometry_views] = move(moved_NCSS, by_name).unflatten(0, (shape[0], len(geometry_views)))
+        # Views are taken and put back one by one: indexing with a list would copy the list to the device, which waits for it.
+        views = list(unit_BVCSS.unbind(dim=1))
+        moved_NCSS = torch.stack([views[place] for place in geometry_views], dim=1).flatten(0, 1)
+        parameters_NP = torch.stack([parameters_BVP[:, place] for place in geometry_views], dim=1).flatten(0, 1)
+        moved_BGCSS = move(moved_NCSS, _columns(fields, parameters_NP)).unflatten(0, (shape[0], len(geometry_views)))
+        for place, moved_BCSS in zip(geometry_views, moved_BGCSS.unbind(dim=1), strict=True):
+            views[place] = moved_BCSS
+        unit_BVCSS = torch.stack(views, dim=1)
     coloured_NCSS = colour(unit_BVCSS.flatten(0, 1), _columns(fields, parameters_BVP.flatten(0, 1)))
     return (coloured_NCSS * 2.0 - 1.0).view(shape)
 
@@ -170,8 +173,9 @@ def _to_hsv(unit_NCSS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _to_rgb(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
     """Inverse of `_to_hsv`: [N, 3, S, S]."""
-    # Distance of the hue from each primary's sector, the branch-free form of the six cases.
-    shifts = torch.tensor([5.0, 3.0, 1.0], device=hue.device)[None, :, None, None]
+    # Distance of the hue from each primary's sector, the branch-free form of the six cases. The shifts 5, 3, 1 are made on the
+    # device: a copy of a host tensor would wait for it.
+    shifts = torch.arange(5, 0, -2, device=hue.device, dtype=hue.dtype)[None, :, None, None]
     sector = (hue[:, None] * 6.0 + shifts) % 6.0
     weight = torch.minimum(sector, 4.0 - sector).clamp(0.0, 1.0)
     return value[:, None] - (value * saturation)[:, None] * weight
