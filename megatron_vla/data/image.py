@@ -91,12 +91,12 @@ def empty_image(size: int, resize: ImageResize) -> np.ndarray:
     return np.full((3, size, size), -1.0, dtype=np.float32)
 
 
-def pixels_to_model_range(images: Tensor) -> Tensor:
-    """uint8 [0, 255] -> float32 [-1, 1]; float images are already in range and pass. Same shape."""
+def pixels_to_model_range(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """uint8 [0, 255] -> [-1, 1] in `dtype`; float images are already in range and are only cast. Same shape."""
     # This order of operations maps all 256 levels exactly as the reference pipelines do.
     if images.dtype == torch.uint8:
-        return images.to(torch.float32) / 255.0 * 2.0 - 1.0
-    return images
+        return images.to(dtype) / 255.0 * 2.0 - 1.0
+    return images.to(dtype)
 
 
 def check_image_range(images_BVCHW: Tensor) -> None:
