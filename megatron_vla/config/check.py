@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron_vla.config.check_packing import packing_findings
 from megatron_vla.config.cli import flag_name
 from megatron_vla.config.data import DataConfig
 from megatron_vla.config.datasets import DatasetPart, dataset_parts, split_data_path
@@ -32,6 +33,7 @@ def check(config: RunConfig, family: Any, world_size: int) -> list[Finding]:
     rules = (_finite, _numbers, _stalls, _precision, _batch, _mock, _schedule, _data, _paths, _checkpoints, _logging)
     findings = [finding for rule in rules for finding in rule(config)]
     findings += _layout(config)
+    findings += packing_findings(config, family)
     sizes = layout_size_findings(config.parallel, world_size)
     findings += sizes
     # Sizes that do not fill the world leave no number of data-parallel ranks to judge by.
@@ -236,10 +238,15 @@ def _mock(config: RunConfig) -> Iterator[Finding]:
     for flag, value in (
         ("--mock-num-samples", data.mock_num_samples),
         ("--mock-num-cameras", data.mock_num_cameras),
+        *(("--mock-camera-counts", count) for count in data.mock_camera_counts),
         ("--mock-prompt-length", data.mock_prompt_length),
     ):
         if value <= 0:
             yield error(flag, f"{value} is not positive", f"use {flag} 1 or more")
+    shortest = data.mock_min_prompt_length
+    if shortest is not None and not 1 <= shortest <= min(data.mock_prompt_length, family.max_prompt_length):
+        what = f"{shortest} is not between 1 and --mock-prompt-length {data.mock_prompt_length} (or --max-prompt-length)"
+        yield error("--mock-min-prompt-length", what, "use a smaller one")
     if "mock_prompt_length" in config.given and data.mock_prompt_length > family.max_prompt_length:
         what = f"{data.mock_prompt_length} is more than --max-prompt-length {family.max_prompt_length}"
         yield error("--mock-prompt-length", what, f"use --mock-prompt-length {family.max_prompt_length} or less")

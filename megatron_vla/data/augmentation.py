@@ -52,6 +52,11 @@ class Augmentation:
         """uint8, or float in [-1, 1] -> float32 [B, V, C, S, S] in [-1, 1], on the device of the images; one pass."""
         return augment(self.kind, images_BVCSS, parameters_BVP, self.geometry_views)
 
+    def apply_to_images(self, images_NCSS: Tensor, parameters_NP: Tensor, view_N: Tensor) -> Tensor:
+        """As `apply`, for images of any views; view_N: each one's view, on the host. [N, C, S, S]."""
+        moves_N = torch.tensor([WRIST not in name for name in self.views])[view_N].to(images_NCSS.device, non_blocking=True)
+        return augment_images(self.kind, images_NCSS, parameters_NP, moves_N)
+
     def apply_to_sample(self, arrays: dict[str, Any], epoch: int) -> dict[str, Any]:
         """The arrays of one sample with augmented images, for workers."""
         parameters_VP = torch.from_numpy(self.parameters(arrays, epoch))
@@ -76,6 +81,16 @@ def augment(kind: AugmentationKind, images_BVCSS: Tensor, parameters_BVP: Tensor
         unit_BVCSS = torch.stack(views, dim=1)
     coloured_NCSS = colour(unit_BVCSS.flatten(0, 1), _columns(fields, parameters_BVP.flatten(0, 1)))
     return (coloured_NCSS * 2.0 - 1.0).view(shape)
+
+
+def augment_images(kind: AugmentationKind, images_NCSS: Tensor, parameters_NP: Tensor, moves_N: Tensor) -> Tensor:
+    """As `augment`, image by image; moves_N: which are cropped and rotated."""
+    fields = TORCH_FIELDS if kind == "openpi_torch" else JAX_FIELDS
+    move, colour = (_move_torch, _colour_torch) if kind == "openpi_torch" else (_move_jax, _colour_jax)
+    by_name = _columns(fields, parameters_NP)
+    unit_NCSS = pixels_to_model_range(images_NCSS) / 2.0 + 0.5
+    unit_NCSS = torch.where(moves_N[:, None, None, None], move(unit_NCSS, by_name), unit_NCSS)
+    return colour(unit_NCSS, by_name) * 2.0 - 1.0
 
 
 def _columns(fields: tuple[str, ...], parameters_NP: Tensor) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from megatron_vla.data.loader import RobotSource
 from megatron_vla.data.locator import LocatorIndex, build_shards
 from megatron_vla.data.mixture import MixtureOrder, MixtureSource, dataset_order
 from megatron_vla.data.mock import MockSource
+from megatron_vla.data.pack_setup import pack_limits, preview
 from megatron_vla.data.shard_order import ShardOrder
 from megatron_vla.data.supply import DataSupply
 from megatron_vla.findings import CheckError, error, raise_errors
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 def build_data(config: RunConfig, family: Any) -> DataSupply:
     """Check the data and build its supply. Raises CheckError with everything that is wrong; prints on rank 0 only."""
     if config.data.mock_data:
-        return _build_mock(config)
+        return _build_mock(config, family)
     # Only here: mock data must run where no video library is installed.
     from megatron_vla.data.robot_data import prepare_robot_data
 
@@ -37,7 +38,7 @@ def build_data(config: RunConfig, family: Any) -> DataSupply:
     parts, findings = dataset_parts(config.data)
     raise_errors(findings)
     if len(parts) > 1:
-        return _build_mixture(config, parts, "state_BD" in family.batch_fields, quiet)
+        return _build_mixture(config, parts, family, quiet)
     if parts:
         # Names and per-dataset forms of the flags mean something with one dataset too.
         config = dataclasses.replace(config, data=parts[0].data)
@@ -54,11 +55,12 @@ def build_data(config: RunConfig, family: Any) -> DataSupply:
         prepared.findings,
         prepared.expected_padded_fraction,
         order,
-        tuple(prepared.preprocessor.settings.camera_map.slot_names()),
+        views := tuple(prepared.preprocessor.settings.camera_map.slot_names()),
+        pack_limits(config, family, len(views)),
     )
     if not quiet:
-        # The line decodes a sample, so a dataset that cannot be read ends here and not in a worker.
-        print("\n".join([*prepared.summary, supply.prefetch_line()]), flush=True)
+        # The lines decode a sample, so a dataset that cannot be read ends here and not in a worker.
+        print("\n".join([*prepared.summary, *supply.start_lines()]), flush=True)
     return supply
 
 
@@ -76,10 +78,10 @@ def _shard_order(config: RunConfig, dataset: RobotDataset, locators: LocatorInde
     return ShardOrder(shards, config.training.seed, data.shuffle, data.decode_lanes if data.shuffle else 1)
 
 
-def _build_mixture(config: RunConfig, parts: list[DatasetPart], state_is_model_input: bool, quiet: bool) -> DataSupply:
+def _build_mixture(config: RunConfig, parts: list[DatasetPart], family: Any, quiet: bool) -> DataSupply:
     from megatron_vla.data.mixture_data import prepare_mixture
 
-    prepared = prepare_mixture(config, parts, state_is_model_input)
+    prepared = prepare_mixture(config, parts, "state_BD" in family.batch_fields)
     sizes = [data.num_samples for data in prepared.parts]
     sources = [RobotSource(data.dataset, data.preprocessor, data.rows) for data in prepared.parts]
     seed, shuffle = config.training.seed, config.data.shuffle
@@ -95,26 +97,30 @@ def _build_mixture(config: RunConfig, parts: list[DatasetPart], state_is_model_i
         prepared.findings,
         prepared.expected_padded_fraction,
         MixtureOrder(orders, prepared.quota_M, seed, shuffle),
-        tuple(prepared.parts[0].preprocessor.settings.camera_map.slot_names()),
+        views := tuple(prepared.parts[0].preprocessor.settings.camera_map.slot_names()),
+        pack_limits(config, family, len(views)),
     )
     if not quiet:
-        print("\n".join([*prepared.summary, supply.prefetch_line()]), flush=True)
+        print("\n".join([*prepared.summary, *supply.start_lines()]), flush=True)
     return supply
 
 
-def _build_mock(config: RunConfig) -> DataSupply:
+def _build_mock(config: RunConfig, family: Any) -> DataSupply:
     data, model = config.data, config.family
-    num_cameras = data.mock_num_cameras
+    num_cameras = max(data.mock_camera_counts or (data.mock_num_cameras,))
     num_images = num_cameras if data.num_images is None else data.num_images
     if num_images < num_cameras:
-        what = f"{num_images} is fewer than the {num_cameras} cameras of --mock-num-cameras"
+        what = f"{num_images} is fewer than the {num_cameras} cameras of the mock data"
         raise CheckError([error("--num-images", what, f"use --num-images {num_cameras} or more")])
+    prompt_length = min(data.mock_prompt_length, model.max_prompt_length)
     source = MockSource(
         num_samples=data.mock_num_samples,
         num_cameras=num_cameras,
+        camera_counts=data.mock_camera_counts,
         num_images=num_images,
         image_size=model.image_size,
-        prompt_length=min(data.mock_prompt_length, model.max_prompt_length),
+        min_prompt_length=prompt_length if data.mock_min_prompt_length is None else data.mock_min_prompt_length,
+        prompt_length=prompt_length,
         max_prompt_length=model.max_prompt_length,
         vocab_size=model.vocab_size,
         action_horizon=model.action_horizon,
@@ -125,4 +131,8 @@ def _build_mock(config: RunConfig) -> DataSupply:
     if data.data_access != "random":
         raise CheckError([error("--data-access", "mock data has no episodes to decode", "use --data-access random")])
     views = tuple(f"view_{i}" for i in range(num_images))
-    return DataSupply(config, source, data.mock_num_samples, None, [], 0.0, views=views)
+    limits = pack_limits(config, family, num_images)
+    supply = DataSupply(config, source, data.mock_num_samples, None, [], 0.0, views=views, pack_limits=limits)
+    if supply.packing is not None and int(os.environ.get("RANK", "0")) == 0:
+        print("\n".join(preview(supply.packing)), flush=True)
+    return supply

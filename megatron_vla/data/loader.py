@@ -6,9 +6,8 @@ Shape legend: as data/batch.py; M samples of a piece.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -20,6 +19,9 @@ from megatron_vla.data.augmentation import Augmentation
 from megatron_vla.data.batch import Batch, collate_tensors
 from megatron_vla.data.draws import flow_draws
 from megatron_vla.data.locator import LocatorIndex
+from megatron_vla.data.pack_sampler import PackSampler
+from megatron_vla.data.packed_batch import PackedBatch, pack_samples
+from megatron_vla.data.packing import PackLimits, SampleSize
 from megatron_vla.data.preprocess import Preprocessor
 from megatron_vla.data.sampler import MicroBatchSampler
 from megatron_vla.data.watch import DataWatch, Stage, StageTimes, StatusBoard
@@ -45,6 +47,10 @@ class SampleSource(Protocol):
 
     def __call__(self, index: int, epoch: int) -> dict[str, Any]:
         """Sample number `index` (0 ... num_samples - 1)."""
+        ...
+
+    def size_of(self, index: int) -> SampleSize:
+        """What the sample needs of a pack, without reading pictures."""
         ...
 
     def take_times(self) -> StageTimes:
@@ -103,6 +109,14 @@ class RobotSource:
             raw = self.dataset[self._row(index)]
             self._count_reading(time.perf_counter() - start, len(self.dataset.cameras))
             return self._preprocessed(index, raw, epoch)
+        except Exception as problem:
+            raise SampleError(f"{self.where(index)}: {type(problem).__name__}: {problem}") from problem
+
+    def size_of(self, index: int) -> SampleSize:
+        """See `SampleSource`. Raises SampleError."""
+        row = self._row(index)
+        try:
+            return self.preprocessor.size_of(self.dataset.instruction(row), self.dataset.state_ND[row])
         except Exception as problem:
             raise SampleError(f"{self.where(index)}: {type(problem).__name__}: {problem}") from problem
 
@@ -229,9 +243,9 @@ class DrawnSamples(Dataset[tuple[dict[str, Any], StageTimes]]):
 
 @dataclass
 class LoadedBatch:
-    """A micro-batch, what it cost, and augmentation parameters [B, V, P] that are still to be applied."""
+    """A micro-batch, what it cost, and augmentation parameters that are still to be applied: [B, V, P], of a pack [I, P]."""
 
-    batch: Batch
+    batch: Batch | PackedBatch
     times: StageTimes
     augmentation_BVP: Tensor | None = None
 
@@ -273,7 +287,7 @@ def loaded_batch(tensors: dict[str, Tensor], times: StageTimes, width: PromptWid
     return LoadedBatch(Batch(**tensors), times, parameters_BVP)
 
 
-def collate(items: list[tuple[dict[str, Any], StageTimes]], width: PromptWidth) -> LoadedBatch:
+def collate_padded(items: list[tuple[dict[str, Any], StageTimes]], width: PromptWidth) -> LoadedBatch:
     """Samples -> one micro-batch."""
     times, started = StageTimes(), time.perf_counter()
     for _, sample_times in items:
@@ -281,6 +295,20 @@ def collate(items: list[tuple[dict[str, Any], StageTimes]], width: PromptWidth) 
     loaded = loaded_batch(collate_tensors([arrays for arrays, _ in items]), times, width)
     times.copy_seconds += time.perf_counter() - started
     return loaded
+
+
+def collate_pack(items: list[tuple[dict[str, Any], StageTimes]], limits: PackLimits) -> LoadedBatch:
+    """Samples -> one pack."""
+    times, started = StageTimes(), time.perf_counter()
+    for _, sample_times in items:
+        times.add(sample_times)
+    samples = [arrays for arrays, _ in items]
+    extra = (AUGMENTATION_FIELD,) if AUGMENTATION_FIELD in samples[0] else ()
+    tensors = pack_samples(samples, limits, extra)
+    parameters_IP = tensors.pop(AUGMENTATION_FIELD, None)
+    batch = PackedBatch(**tensors, longest_sequence=limits.longest_prefix)  # type: ignore[arg-type]
+    times.copy_seconds += time.perf_counter() - started
+    return LoadedBatch(batch, times, parameters_IP)
 
 
 def _initialise_worker(worker: int) -> None:
@@ -293,11 +321,11 @@ def _initialise_worker(worker: int) -> None:
 
 def load_micro_batches(
     samples: DrawnSamples,
-    sampler: MicroBatchSampler,
+    sampler: MicroBatchSampler | PackSampler,
     *,
     num_workers: int,
     prefetch_factor: int,
-    width: PromptWidth,
+    collate: Callable[[list[tuple[dict[str, Any], StageTimes]]], LoadedBatch],
     pin_memory: bool,
     watch: DataWatch,
 ) -> Iterator[LoadedBatch]:
@@ -311,7 +339,7 @@ def load_micro_batches(
         num_workers=num_workers,
         # torch refuses a prefetch factor without workers.
         prefetch_factor=prefetch_factor if num_workers else None,
-        collate_fn=partial(collate, width=width),
+        collate_fn=collate,
         pin_memory=pin_memory,
         worker_init_fn=_initialise_worker,
         # Without workers a thread watches instead (DataWatch.ends_stalled_loading).

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from megatron_vla.data.loader import RobotSource
+from megatron_vla.data.packing import SampleSize
 from megatron_vla.data.sampler import CACHED_EPOCHS, UINT64, GlobalOrder, SampleOrder
 from megatron_vla.data.watch import StageTimes, StatusBoard
 
@@ -141,6 +142,11 @@ class MixtureSource:
         """See `SampleSource`."""
         dataset = self.dataset_of(index)
         return self.sources[dataset].where(index - int(self.first_sample_M[dataset]))
+
+    def size_of(self, index: int) -> SampleSize:
+        """See `SampleSource`."""
+        dataset = self.dataset_of(index)
+        return self.sources[dataset].size_of(index - int(self.first_sample_M[dataset]))
 
     def use_board(self, board: StatusBoard, first_sample: int = 0) -> None:
         """See `SampleSource`."""

@@ -43,9 +43,9 @@ class PackedBatch(TensorFields):
     patch_row_P: int64, row of the image features [R] at each patch (else 0); place_of_row_R: its inverse, -1 for unread rows.
     position_P: int64, from 0 in each sample. num_prefix_B, num_prompt_B: int64 tokens of each sample, 0 in an empty slot.
     prefix_offsets_Q: int32, first token of each sequence of the prefix's own attention and the end; tokens behind the last
-    prefix are sequences of their own. joint_row_J: int64, [prefix tokens, then action tokens slot by slot] -> the order in which
-    the actions' attention reads them, a sample's prefix and actions end to end; place_of_joint_row_J: its inverse, -1 for rows
-    that no action reads. query_offsets_Q, key_offsets_Q: int32, of that attention.
+    prefix are sequences of their own. joint_row_J: int64, row of [prefix tokens, then action tokens slot by slot] at each place
+    of what the actions' attention reads, a sample's prefix and actions end to end; place_of_joint_row_J: its inverse, -1 for
+    rows that no action reads. query_offsets_Q, key_offsets_Q: int32, of that attention.
     longest_sequence: bound of one sequence of the prefix's attention.
     The other fields are those of Batch; empty slots have no valid action.
     """
@@ -159,7 +159,7 @@ def _attention(num_prefix_B: np.ndarray, horizon: int, limits: PackLimits) -> di
     """Sequences of both attentions. All rows belong to one: kernels leave others as they were in memory."""
     budget, slots, longest = limits.tokens, limits.samples, limits.longest_prefix
     used = int(num_prefix_B.sum())
-    # What is left over is cut into pieces no longer than a sample, since the kernel's work is laid out for the longest sequence.
+    # What is left over is cut into pieces no longer than a sample: the kernel's work is laid out for the longest sequence.
     ends_Q = np.concatenate([np.cumsum(num_prefix_B), used + longest * np.arange(1, -(-budget // longest) + 1)])
     prefix_offsets_Q = np.minimum(np.concatenate([[0], ends_Q]), budget).astype(np.int32)
     first_B = np.cumsum(num_prefix_B) - num_prefix_B

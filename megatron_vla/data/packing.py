@@ -1,9 +1,9 @@
 """Which samples share a pack: streaming best fit into packs of a fixed token budget.
 
-The order of samples is dealt to G streams, position p to stream p mod G, where G is the number of packs of a global batch. Every
-stream fills one pack per step, out of a pool of samples that are next in its order. What goes into a pack depends on the order
-and on the samples' sizes alone: not on ranks, workers or restarts. So the state of a stream is its place in the order and its
-pool, and a stream can go on on any rank of any world size.
+The order of samples is dealt to G streams, position p to stream p mod G, where G is the number of packs of a global batch.
+Every stream fills one pack per step, out of a pool of samples that are next in its order. What goes into a pack depends on the
+order and on the samples' sizes alone: not on ranks, workers or restarts. So the state of a stream is its place in the order and
+its pool, and a stream can go on on any rank of any world size.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ class PackLimits:
 
     @property
     def shortest_max_wait(self) -> int:
-        """The smallest max_wait that can be promised: a pool full of overdue samples fills this many packs and one more."""
-        return -(-self.pool_size // self.fewest_samples) - 1
+        """The smallest max_wait that can be promised: a pool full of overdue samples fills this many packs."""
+        return -(-self.pool_size // self.fewest_samples)
 
     @property
     def urgent_wait(self) -> int:
         """Packs after which a sample goes ahead of better fitting ones: early enough, even if all of the pool is overdue."""
-        return self.max_wait - self.shortest_max_wait
+        # One at least: the pack that a sample comes into the pool for may have no room left.
+        return self.max_wait - self.shortest_max_wait + 1
 
 
 class Waiting(NamedTuple):
@@ -103,11 +104,11 @@ class PackStream:
     def __init__(self, limits: PackLimits, size_of: Callable[[int], SampleSize], state: StreamState | None = None) -> None:
         self._limits = limits
         self._size_of = size_of
-        self._state = state or StreamState()
+        state = state or StreamState()
         # In order of arrival, which keeps ties, and with them everything, deterministic.
-        self._pool = {waiting: size_of(waiting.place) for waiting in self._state.pool}
-        self._next_place = self._state.next_place
-        self._num_packs = self._state.num_packs
+        self._pool = {waiting: self._needs(waiting.place) for waiting in state.pool}
+        self._next_place = state.next_place
+        self._num_packs = state.num_packs
 
     @property
     def state(self) -> StreamState:
@@ -122,30 +123,40 @@ class PackStream:
         """Fill a pack: overdue samples first, oldest first; then always the largest that fits, the older of equals."""
         limits = self._limits
         chosen: list[Waiting] = []
-        tokens = images = 0
+        free_tokens, free_images = limits.tokens, limits.images
         while len(chosen) < limits.samples:
             self._refill()
-            best, best_rank = None, (False, -1)
-            for waiting, size in self._pool.items():
-                needed = limits.tokens_of(size)
-                if tokens + needed > limits.tokens or images + size.images > limits.images:
-                    continue
-                is_urgent = self._num_packs - waiting.since_pack >= limits.urgent_wait
-                # Of urgent samples the oldest, which comes first: a later one never has a greater rank.
-                rank = (is_urgent, 0 if is_urgent else needed)
-                if rank > best_rank:
-                    best, best_rank = waiting, rank
+            best = self._best(free_tokens, free_images)
             if best is None:
                 break
-            size = self._pool.pop(best)
-            tokens, images = tokens + limits.tokens_of(size), images + size.images
+            tokens, images = self._pool.pop(best)
+            free_tokens, free_images = free_tokens - tokens, free_images - images
             chosen.append(best)
         chosen.sort()
         waits = tuple(self._num_packs - waiting.since_pack for waiting in chosen)
         self._num_packs += 1
-        return Pack(tuple(waiting.place for waiting in chosen), waits, tokens, images)
+        places = tuple(waiting.place for waiting in chosen)
+        return Pack(places, waits, limits.tokens - free_tokens, limits.images - free_images)
+
+    def _best(self, free_tokens: int, free_images: int) -> Waiting | None:
+        urgent_since = self._num_packs - self._limits.urgent_wait
+        best, most = None, -1
+        for waiting, (tokens, images) in self._pool.items():
+            if tokens > free_tokens or images > free_images:
+                continue
+            # In order of arrival: the first urgent one is the oldest.
+            if waiting.since_pack <= urgent_since:
+                return waiting
+            if tokens > most:
+                best, most = waiting, tokens
+        return best
+
+    def _needs(self, place: int) -> tuple[int, int]:
+        """(tokens, images) of a sample."""
+        size = self._size_of(place)
+        return self._limits.tokens_of(size), size.images
 
     def _refill(self) -> None:
         while len(self._pool) < self._limits.pool_size:
-            self._pool[Waiting(self._next_place, self._num_packs)] = self._size_of(self._next_place)
+            self._pool[Waiting(self._next_place, self._num_packs)] = self._needs(self._next_place)
             self._next_place += 1

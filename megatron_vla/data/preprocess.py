@@ -20,6 +20,7 @@ import numpy as np
 from megatron_vla.data.cameras import CameraMap
 from megatron_vla.data.image import ImageResize, empty_image, model_image
 from megatron_vla.data.normalization import Normalization, NormalizationVariant
+from megatron_vla.data.packing import SampleSize
 from megatron_vla.data.prompt import SentencePieceTokenizer, pad_prompt, prompt_ids
 from megatron_vla.data.statistics import Statistics
 from megatron_vla.data.transforms import absolute_to_delta, action_loss_mask, delta_to_absolute, pad_last_dim
@@ -134,6 +135,12 @@ class Preprocessor:
     def prompt_token_ids(self, instruction: str, normalized_state_D: np.ndarray) -> list[int]:
         """Ids of the whole prompt, neither cut nor padded."""
         return prompt_ids(self.tokenizer, instruction, normalized_state_D if self.settings.prompt_state else None)
+
+    def size_of(self, instruction: str, state_D: np.ndarray) -> SampleSize:
+        """Images and prompt tokens of the sample that these make; reads no picture."""
+        normalized_D = self.state_normalizer.normalize(np.asarray(state_D, dtype=np.float32))
+        prompt = min(len(self.prompt_token_ids(instruction, normalized_D)), self.settings.max_prompt_length)
+        return SampleSize(sum(self.settings.camera_map.is_present), prompt)
 
     def tokenize(self, instruction: str, normalized_state_D: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(int64 [L], bool [L]) of the prompt. A prompt that does not fit is cut, or raises ValueError (--prompt-overflow)."""

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,12 +108,18 @@ def progress_line(record: Mapping[str, Any], train_iters: int) -> str:
             f"{record['samples_per_s']:.1f} samples/s",
             f"step {record['step_ms']:.0f} ms",
             f"data wait {record['data_wait_ms']:.0f} ms",
+            *_pack_shares(record),
             f"peak {record['peak_memory_gib']:.2f} GiB",
             f"samples {record['consumed_samples']}",
             f"epoch {record['epoch']:.3f}",
             f"ETA {_duration(record['eta_seconds'])}",
         )
     )
+
+
+def _pack_shares(record: Mapping[str, Any]) -> Iterator[str]:
+    if "samples_per_pack" in record:
+        yield f"{record['samples_per_pack']:.1f} samples/pack, {record['pack_useful_token_share']:.1%} useful tokens"
 
 
 def data_wait_hint(record: Mapping[str, Any], config: RunConfig) -> str | None:

@@ -1,7 +1,7 @@
 """Rows of a tensor in another order, with a backward pass that is a selection too.
 
-Autograd's own backward of an index adds into zeros, atomically on GPUs: slow, and refused in deterministic runs. Where no row is
-taken twice, the gradient is the inverse selection.
+Autograd's own backward of an index adds into zeros, atomically on GPUs: slow, and refused in deterministic runs. Where no copy
+but one is read, the gradient is the inverse selection.
 
 Shape legend: M source rows, N taken rows.
 """

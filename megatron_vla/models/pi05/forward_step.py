@@ -54,7 +54,9 @@ def _inputs(batch: Batch | PackedBatch) -> tuple[Tensor, Tensor]:
     return batch.camera_is_present_BV, batch.token_is_valid_BL.sum(dim=1)
 
 
-def forward_step(data_iterator: Iterator[Batch | PackedBatch], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], LossResult]]:
+def forward_step(
+    data_iterator: Iterator[Batch | PackedBatch], model: nn.Module
+) -> tuple[Tensor, Callable[[Tensor], LossResult]]:
     """(loss elements [B, T, A], loss_func of them) for the next micro-batch; `model` may be wrapped."""
     batch = next(data_iterator)
     return model(batch), partial(loss_func, batch)

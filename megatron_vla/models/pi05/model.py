@@ -167,7 +167,7 @@ class Pi05Model(nn.Module):
         return torch.cat((patch_is_valid_BP, batch.token_is_valid_BL), dim=1)
 
     def embed_images(self, images_ICYX: Tensor, is_present_I: Tensor) -> Tensor:
-        """Patch features [I, patches, H] of images in uint8 or [-1, 1]; absent ones are black whatever the batch holds there."""
+        """Patch features [I, patches, H] of images in uint8 or [-1, 1]; absent ones are black whatever the batch has there."""
         dtype = self.vision_tower.embeddings.patch_embedding.weight.dtype
         pixels_ICYX = pixels_to_model_range(images_ICYX, dtype)
         pixels_ICYX = torch.where(is_present_I[:, None, None, None], pixels_ICYX, -1.0)
