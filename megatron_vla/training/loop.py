@@ -143,7 +143,7 @@ class _Loop:
         """This rank's micro-batches (a generator) from a position in the order of samples, after `iteration` steps."""
         groups = self.groups
         place = (groups.data_parallel_rank, groups.data_parallel_size, num_iterations, groups.device.type == "cuda")
-        return self.run_parts.supply.iterator(consumed_samples, *place, iteration=iteration)
+        return self.run_parts.supply.iterator(consumed_samples, *place, iteration)
 
     def _step(self, batches: TimedIterator) -> None:
         learning_rate = self.state.schedule.learning_rate(self.state.consumed_slots)

@@ -27,7 +27,7 @@ def poisoned(run: TrainingRun, bad_step: int) -> None:
     """The supply's actions become NaN for one sample of the second micro-batch of step `bad_step` (counted from 1)."""
     honest = run.supply.iterator
 
-    def iterator(consumed_samples: int, *rest: int, iteration: int = 0) -> Iterator[Batch]:
+    def iterator(consumed_samples: int, *rest: int) -> Iterator[Batch]:
         for number, batch in enumerate(honest(consumed_samples, *rest)):
             position = consumed_samples + 2 * number
             if position == (bad_step - 1) * 4 + 2:
