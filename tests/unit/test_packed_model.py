@@ -10,6 +10,8 @@ import pytest
 import torch
 from pi05_fixtures import relative_difference, tiny_config, tiny_model
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 from megatron_vla.data.batch import Batch, collate_tensors
 from megatron_vla.data.packed_batch import PackedBatch, pack_samples
@@ -70,6 +72,15 @@ def gradients_of(model: Pi05Model, batch: Batch | PackedBatch) -> dict[str, Tens
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        if name.endswith("self_attn.k_proj.bias"):  # moves all logits of a row alike: exactly zero but for rounding
+            assert max(float(g.abs().max()) for g in (gradient, found[name])) < 1e-15
+        else:
+            assert relative_difference(found[name], gradient) <= 1e-10, name
+
+
 @pytest.mark.parametrize("skip_dead_compute", [True, False])
 def test_pack_equals_padded_batch_in_losses_and_gradients(skip_dead_compute: bool) -> None:
     model = tiny_model(CONFIG, skip_dead_compute=skip_dead_compute)
@@ -78,13 +89,7 @@ def test_pack_equals_padded_batch_in_losses_and_gradients(skip_dead_compute: boo
         one, other = losses(model, padded), losses(model, pack)
     assert relative_difference(other[:4], one) <= 1e-10
     assert torch.equal(other[4:], torch.zeros(2, dtype=torch.float64))
-    expected, found = gradients_of(model, padded), gradients_of(model, pack)
-    assert expected.keys() == found.keys()
-    for name, gradient in expected.items():
-        if name.endswith("self_attn.k_proj.bias"):  # moves all logits of a row alike: exactly zero but for rounding
-            assert max(float(g.abs().max()) for g in (gradient, found[name])) < 1e-15
-        else:
-            assert relative_difference(found[name], gradient) <= 1e-10, name
+    assert_same_gradients(gradients_of(model, pack), gradients_of(model, padded))
 
 
 def test_other_budget_slots_and_neighbours_give_the_same_losses() -> None:
@@ -162,3 +167,20 @@ def test_rows_of_images_name_their_samples() -> None:
     pack = packed(samples())
     assert pack.samples_of_rows("images_ICYX").tolist() == [100, 100, 101, 101, 101, 102, -1, -1, -1]
     assert pack.samples_of_rows("noise_BTA").tolist() == [100, 101, 102, 103, -1, -1]
+
+
+def test_layers_compile_in_one_graph_that_serves_every_pack() -> None:
+    """Static shapes: other samples, no other graph; forward and backward as without compilation."""
+    plain, compiled = tiny_model(CONFIG), tiny_model(CONFIG)
+    graphs: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(1)
+        return make_boxed_func(graph.forward)
+
+    for layer in compiled.layers:
+        layer.compile(backend=aot_autograd(fw_compiler=count), fullgraph=True, dynamic=False)
+    for some in (samples(), samples()[:2], samples(seed=3)[1:]):
+        assert_same_gradients(gradients_of(compiled, packed(some)), gradients_of(plain, packed(some)))
+    # One for the layers alike, one for the last layer, whose prefix stops at the keys; each forward and backward.
+    assert len(graphs) <= 4
