@@ -43,9 +43,7 @@ def packing_findings(config: RunConfig, family: Any) -> Iterator[Finding]:
             "stages exchange the prefix of whole samples, and every stage would need each pack's plan",
             "use --pipeline-model-parallel-size 1 (--use-distributed-optimizer or fsdp2 save memory)",
         )
-    if config.optimization.attention_backend != "sdpa":
-        yield error(
-            "--attention-backend",
-            f"{config.optimization.attention_backend} has no kernel for the sequences of different lengths that --packing makes",
-            "drop it",
-        )
+    backend = config.optimization.attention_backend
+    if "attention_backend" in config.given and backend not in ("auto", "varlen"):
+        what = f"{backend} has no kernel for the sequences of different lengths that --packing makes"
+        yield error("--attention-backend", what, "leave it out")

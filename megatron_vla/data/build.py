@@ -15,9 +15,11 @@ from megatron_vla.config.datasets import DatasetPart, dataset_parts
 from megatron_vla.config.run import RunConfig
 from megatron_vla.data.loader import RobotSource
 from megatron_vla.data.locator import LocatorIndex, build_shards
-from megatron_vla.data.mixture import MixtureOrder, MixtureSource, dataset_order
+from megatron_vla.data.mixture import MixtureOrder, MixtureSource, dataset_order, dataset_seed
+from megatron_vla.data.mixture_shards import MixtureShardOrder
 from megatron_vla.data.mock import MockSource
 from megatron_vla.data.pack_setup import pack_limits, preview
+from megatron_vla.data.sampler import SampleOrder
 from megatron_vla.data.shard_order import ShardOrder
 from megatron_vla.data.supply import DataSupply
 from megatron_vla.findings import CheckError, error, raise_errors
@@ -43,10 +45,11 @@ def build_data(config: RunConfig, family: Any) -> DataSupply:
         # Names and per-dataset forms of the flags mean something with one dataset too.
         config = dataclasses.replace(config, data=parts[0].data)
     prepared = prepare_robot_data(config, state_is_model_input="state_BD" in family.batch_fields)
-    order, locators = None, None
+    order: SampleOrder | None = None
+    locators = None
     if config.data.data_access == "decode_once":
         locators = _locators(config, prepared)
-        order = _shard_order(config, prepared.dataset, locators)
+        order = _shard_order(config, prepared.dataset, locators, config.training.seed)
     supply = DataSupply(
         config,
         RobotSource(prepared.dataset, prepared.preprocessor, prepared.rows, locators),
@@ -69,13 +72,13 @@ def _locators(config: RunConfig, prepared: PreparedData) -> LocatorIndex:
     return LocatorIndex(prepared.dataset.table.length_E, prepared.rows, None if folder is None else Path(folder))
 
 
-def _shard_order(config: RunConfig, dataset: RobotDataset, locators: LocatorIndex) -> ShardOrder:
+def _shard_order(config: RunConfig, dataset: RobotDataset, locators: LocatorIndex, seed: int) -> ShardOrder:
     """Order of --data-access decode_once, from shards of equal decoded bytes."""
     data, features = config.data, dataset.table.features
     frame_bytes = sum(features[camera].size for camera in dataset.cameras)
     shards = build_shards(locators.first_sample_E, frame_bytes, data.shard_bytes, in_storage_order=not data.shuffle)
     # Storage order cannot be read in several lanes at once.
-    return ShardOrder(shards, config.training.seed, data.shuffle, data.decode_lanes if data.shuffle else 1)
+    return ShardOrder(shards, seed, data.shuffle, data.decode_lanes if data.shuffle else 1)
 
 
 def _build_mixture(config: RunConfig, parts: list[DatasetPart], family: Any, quiet: bool) -> DataSupply:
@@ -83,12 +86,21 @@ def _build_mixture(config: RunConfig, parts: list[DatasetPart], family: Any, qui
 
     prepared = prepare_mixture(config, parts, "state_BD" in family.batch_fields)
     sizes = [data.num_samples for data in prepared.parts]
-    sources = [RobotSource(data.dataset, data.preprocessor, data.rows) for data in prepared.parts]
     seed, shuffle = config.training.seed, config.data.shuffle
-    orders = tuple(dataset_order(size, seed, shuffle, number) for number, size in enumerate(sizes))
-    if config.data.data_access != "random":
-        what = f"decode_once with {len(parts)} datasets: shards of a mixture do not exist"
-        raise CheckError([error("--data-access", what, "use --data-access random, or one dataset")])
+    order: SampleOrder
+    locators: list[LocatorIndex | None] = [None for _ in parts]
+    if config.data.data_access == "decode_once":
+        shards = []
+        for number, data in enumerate(prepared.parts):
+            locators[number] = index = _locators(config, data)
+            shards.append(_shard_order(config, data.dataset, index, dataset_seed(seed, number)))
+        order = MixtureShardOrder(MixtureOrder(tuple(shards), prepared.quota_M, seed, shuffle), tuple(shards))
+    else:
+        orders = tuple(dataset_order(size, seed, shuffle, number) for number, size in enumerate(sizes))
+        order = MixtureOrder(orders, prepared.quota_M, seed, shuffle)
+    sources = [
+        RobotSource(data.dataset, data.preprocessor, data.rows, own) for data, own in zip(prepared.parts, locators, strict=True)
+    ]
     supply = DataSupply(
         config,
         MixtureSource(sources, sizes),
@@ -96,7 +108,7 @@ def _build_mixture(config: RunConfig, parts: list[DatasetPart], family: Any, qui
         prepared.preprocessor,
         prepared.findings,
         prepared.expected_padded_fraction,
-        MixtureOrder(orders, prepared.quota_M, seed, shuffle),
+        order,
         views := tuple(prepared.parts[0].preprocessor.settings.camera_map.slot_names()),
         pack_limits(config, family, len(views)),
     )

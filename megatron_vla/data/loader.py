@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -63,6 +63,14 @@ class SampleSource(Protocol):
 
     def use_board(self, board: StatusBoard, first_sample: int = 0) -> None:
         """Note there what is being done; sample numbers on the board start at `first_sample`."""
+        ...
+
+
+class EpisodeSource(SampleSource, Protocol):
+    """Samples that come out of episodes."""
+
+    def in_storage_order(self, index_M: np.ndarray, epoch: int) -> Iterator[dict[str, Any]]:
+        """Samples with ascending numbers, decoding forward only."""
         ...
 
 
@@ -215,8 +223,8 @@ class DrawnSamples(Dataset[tuple[dict[str, Any], StageTimes]]):
 
     def in_storage_order(self, index_M: np.ndarray, epoch: int) -> Iterator[dict[str, Any]]:
         """The same arrays as one by one, for ascending sample numbers, decoding forward only. Raises SampleError."""
-        assert isinstance(self.source, RobotSource), "decode_once is refused for sources without episodes"
-        for arrays in self.source.in_storage_order(index_M, epoch):
+        source = cast(EpisodeSource, self.source)  # decode_once is refused for sources without episodes
+        for arrays in source.in_storage_order(index_M, epoch):
             yield self._drawn(arrays, epoch)
 
     def _drawn(self, arrays: dict[str, Any], epoch: int) -> dict[str, Any]:

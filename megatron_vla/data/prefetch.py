@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_vla.data.loader import DrawnSamples, SampleError
 from megatron_vla.data.shard_cache import PieceJob, SampleLayout, Slot, build_piece
-from megatron_vla.data.shard_order import LaneSampler, ShardOrder
+from megatron_vla.data.shard_order import LaneOrder, LaneSampler
 from megatron_vla.data.watch import POLL_SECONDS, DataWatch, StageTimes
 
 ORPHAN_CHECK_SECONDS = 2.0
@@ -51,7 +51,7 @@ class PieceBuilder(Protocol):
 class InlineBuilder:
     """Builds a piece when it is waited for, in this process."""
 
-    def __init__(self, order: ShardOrder, samples: DrawnSamples, slots: list[Slot]) -> None:
+    def __init__(self, order: LaneOrder, samples: DrawnSamples, slots: list[Slot]) -> None:
         self._order, self._samples, self._slots = order, samples, slots
 
     def submit(self, job: PieceJob) -> None:
@@ -65,7 +65,7 @@ class InlineBuilder:
         """Nothing to stop."""
 
 
-def _work(worker: int, link: Any, parent: int, order: ShardOrder, samples: DrawnSamples, slots: list[Slot]) -> None:
+def _work(worker: int, link: Any, parent: int, order: LaneOrder, samples: DrawnSamples, slots: list[Slot]) -> None:
     """Body of a worker process."""
     # Ctrl-C is the training process's to handle; a plain SIGTERM ends a worker whatever handlers it inherited.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -90,7 +90,7 @@ def _work(worker: int, link: Any, parent: int, order: ShardOrder, samples: Drawn
 class WorkerBuilder:
     """`num_workers` forked processes, each with its own decoders; a piece goes to the one with the fewest waiting."""
 
-    def __init__(self, order: ShardOrder, samples: DrawnSamples, slots: list[Slot], num_workers: int, watch: DataWatch) -> None:
+    def __init__(self, order: LaneOrder, samples: DrawnSamples, slots: list[Slot], num_workers: int, watch: DataWatch) -> None:
         self._watch = watch
         self._done: dict[PieceJob, tuple[StageTimes, str | None]] = {}
         self._waiting: list[set[PieceJob]] = [set() for _ in range(num_workers)]
@@ -268,7 +268,7 @@ class ShardStream:
         prefetch_shards: int,
         watch: DataWatch,
     ) -> None:
-        capacity = int(sampler.order.table.count_K.max())
+        capacity = sampler.order.largest_piece
         slots = [Slot(layout, capacity) for _ in range(sampler.num_open_pieces + prefetch_shards)]
         self.num_workers = min(num_workers, prefetch_shards)
         self._builder: PieceBuilder = InlineBuilder(sampler.order, samples, slots)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vla.data.shard_order import ShardOrder
+from megatron_vla.data.shard_order import LaneOrder
 from megatron_vla.data.watch import StageTimes
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class PieceJob:
     slot: int
 
 
-def build_piece(job: PieceJob, order: ShardOrder, samples: DrawnSamples, slot: Slot) -> StageTimes:
+def build_piece(job: PieceJob, order: LaneOrder, samples: DrawnSamples, slot: Slot) -> StageTimes:
     """Decode the samples of a piece in storage order and put each where it will be read. Raises SampleError."""
     wanted_M = order.piece_samples(job.epoch, job.piece)[job.first_place :]
     place_M = np.argsort(wanted_M, kind="stable")

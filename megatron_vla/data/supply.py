@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -25,13 +25,14 @@ from megatron_vla.data.loader import (
     load_micro_batches,
     loaded_batch,
 )
+from megatron_vla.data.mixture_shards import MixtureShardOrder
 from megatron_vla.data.pack_sampler import Packing, PackSampler, PackWindow
 from megatron_vla.data.packed_batch import PackedBatch
 from megatron_vla.data.packing import PackLimits, StreamState
 from megatron_vla.data.prefetch import ShardStream, in_background
 from megatron_vla.data.sampler import GlobalOrder, MicroBatchSampler, SampleOrder
 from megatron_vla.data.shard_cache import SampleLayout
-from megatron_vla.data.shard_order import LaneSampler, ShardOrder
+from megatron_vla.data.shard_order import LaneOrder, LaneSampler, ShardOrder
 from megatron_vla.data.watch import DataWatch, StageTimes, StatusBoard
 from megatron_vla.findings import CheckError, Finding, error
 from megatron_vla.parallel.failure import end_all_ranks
@@ -49,7 +50,7 @@ class DataSupply:
     """Micro-batches of one run, in an order that depends on the seed only.
 
     num_samples per epoch; preprocessor (None for mock data); order_hash; findings (the warnings); expected_padded_fraction:
-    share of action steps beyond their episode's end that lengths and horizon imply. `order`: not the plain one; a ShardOrder
+    share of action steps beyond their episode's end that lengths and horizon imply. `order`: not the plain one; a LaneOrder
     decodes once. `views`: names of all image slots. `pack_limits`: micro-batches are packs; then `packing` knows them.
     """
 
@@ -72,6 +73,7 @@ class DataSupply:
         self.findings = findings
         self.expected_padded_fraction = expected_padded_fraction
         self.order: SampleOrder = order or GlobalOrder(num_samples, config.training.seed, config.data.shuffle)
+        self.decodes_once = isinstance(self.order, ShardOrder | MixtureShardOrder)
         # Printed, stored in checkpoints, compared at resume.
         self.order_hash = self.order.order_hash()
         data, family, seed = config.data, config.family, config.training.seed
@@ -107,8 +109,8 @@ class DataSupply:
         data, size = self.config.data, self.config.training.micro_batch_size
         arrays = self._samples[0, 0][0]
         mebibytes = size * sum(np.asarray(array).nbytes for array in arrays.values()) / 2**20
-        if isinstance(self.order, ShardOrder):
-            return self._shard_line(self.order, SampleLayout.of(arrays))
+        if self.decodes_once:
+            return self._shard_line(cast(LaneOrder, self.order), SampleLayout.of(arrays))
         if not data.num_workers:
             return f"prefetch: none, micro-batches of {mebibytes:.1f} MiB are made when they are needed (--num-workers 0)"
         waiting = data.num_workers * data.prefetch_factor
@@ -117,15 +119,15 @@ class DataSupply:
             f"{waiting * mebibytes / 1024:.2f} GiB of host memory per rank (--num-workers, --prefetch-factor)"
         )
 
-    def _shard_line(self, order: ShardOrder, layout: SampleLayout) -> str:
+    def _shard_line(self, order: LaneOrder, layout: SampleLayout) -> str:
         data, ranks = self.config.data, self.config.data_parallel_size(world_size_from_environment())
         sampler = self.sampler(0, 0, ranks, 1)
         assert isinstance(sampler, LaneSampler)
-        largest = int(order.table.count_K.max())
+        largest = order.largest_piece
         slot_bytes = layout.slot_bytes(largest)
         needed = (sampler.num_open_pieces + data.prefetch_shards) * slot_bytes
         line = (
-            f"decode once: {order.table.num_shards} shards of up to {largest} samples; at most "
+            f"decode once: {order.num_shards} shards of up to {largest} samples; at most "
             f"({sampler.num_open_pieces} open + {data.prefetch_shards} ahead) x {slot_bytes / 2**20:.1f} MiB = "
             f"{needed / 2**30:.2f} GiB of host memory per rank "
             f"(--decode-lanes over {ranks} data-parallel rank(s), --prefetch-shards, --shard-bytes)"
@@ -148,7 +150,7 @@ class DataSupply:
         """Sample numbers of one rank from `consumed_samples` on."""
         micro_batch_size = self.config.training.micro_batch_size
         global_batch_size = self.config.training.global_batch_size or micro_batch_size * data_parallel_size
-        kind: type[Any] = LaneSampler if isinstance(self.order, ShardOrder) else MicroBatchSampler
+        kind: type[Any] = LaneSampler if self.decodes_once else MicroBatchSampler
         sampler: MicroBatchSampler = kind(
             self.order,
             consumed_samples,
