@@ -307,10 +307,15 @@ def collate_padded(items: list[tuple[dict[str, Any], StageTimes]], width: Prompt
 
 def collate_pack(items: list[tuple[dict[str, Any], StageTimes]], limits: PackLimits) -> LoadedBatch:
     """Samples -> one pack."""
-    times, started = StageTimes(), time.perf_counter()
+    times = StageTimes()
     for _, sample_times in items:
         times.add(sample_times)
-    samples = [arrays for arrays, _ in items]
+    return packed_batch([arrays for arrays, _ in items], times, limits)
+
+
+def packed_batch(samples: list[dict[str, Any]], times: StageTimes, limits: PackLimits) -> LoadedBatch:
+    """Samples of one pack -> the pack."""
+    started = time.perf_counter()
     extra = (AUGMENTATION_FIELD,) if AUGMENTATION_FIELD in samples[0] else ()
     tensors = pack_samples(samples, limits, extra)
     parameters_IP = tensors.pop(AUGMENTATION_FIELD, None)

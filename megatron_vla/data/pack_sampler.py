@@ -6,14 +6,21 @@ positions g, g + G, g + 2 G, ... of the order of samples; micro-batch m of rank 
 
 from __future__ import annotations
 
+import functools
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from megatron_vla.data.packing import Pack, PackLimits, PackStream, SampleSize, StreamState
 from megatron_vla.data.sampler import SampleOrder
+from megatron_vla.data.shard_order import LaneOrder
+from megatron_vla.data.watch import StageTimes
+
+KNOWN_SIZES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ class _Step:
 
 @dataclass
 class Packing:
-    """Packs of one run on this rank. num_streams: packs of a global batch. size_of: (epoch, sample number) -> size.
+    """Packs of one run on this rank. num_streams: packs of a global batch. size_of: sample number -> size.
 
     Steps are planned ahead of training, so the states after steps that are not done yet are kept too.
     """
@@ -75,7 +82,12 @@ class Packing:
     num_streams: int
     size_of: Callable[[int], SampleSize]
     _planned: dict[int, _Step] = field(default_factory=dict)
+    _known_size: Callable[[int], SampleSize] = field(init=False)
     _restored: tuple[int, dict[int, StreamState]] | None = None
+
+    def __post_init__(self) -> None:
+        # Reading ahead plans the same steps several times.
+        self._known_size = functools.lru_cache(KNOWN_SIZES)(self.size_of)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from `gathered_state` of a checkpoint. Raises ValueError when it is of another number of packs per step."""
@@ -105,7 +117,7 @@ class Packing:
         return place * self.num_streams + stream
 
     def _size(self, position: int) -> SampleSize:
-        return self.size_of(self.order.at(position)[1])
+        return self._known_size(self.order.at(position)[1])
 
     def record(self, iteration: int, states: dict[int, StreamState], packs: list[Pack]) -> None:
         """Called when a step was planned."""
@@ -117,8 +129,10 @@ class Packing:
 
     def forget_before(self, iteration: int) -> None:
         """Steps before `iteration` will not be asked for again."""
-        for step in [step for step in self._planned if step < iteration]:
-            del self._planned[step]
+        # A copy of the keys: another thread may be planning ahead.
+        for step in list(self._planned):
+            if step < iteration:
+                del self._planned[step]
 
 
 @dataclass(frozen=True)
@@ -158,6 +172,65 @@ class PackSampler:
         for packs in self.steps():
             for stream, pack in packs:
                 yield [self.order.at(self.packing.position(stream, place)) for place in pack.places]
+
+
+@dataclass(frozen=True)
+class PackLaneSampler(PackSampler):
+    """The same packs out of shards that are decoded once: samples are read in their order and wait until their pack is full."""
+
+    lane_order: LaneOrder
+
+    @property
+    def order(self) -> LaneOrder:
+        """Of all samples."""
+        return self.lane_order
+
+    @property
+    def is_even(self) -> bool:
+        """Every rank has lanes of its own: its streams meet the same lanes again and again."""
+        return self.data_parallel_size == 1 or self.order.has_own_lanes(self.data_parallel_size, self.packing.num_streams)
+
+    @property
+    def num_open_pieces(self) -> int:
+        """Pieces that this rank reads at a time."""
+        lanes = self.order.num_lanes
+        return lanes // self.data_parallel_size if self.is_even else lanes
+
+    def positions(self) -> Iterator[np.ndarray]:
+        """Global positions of all samples of the packs, ascending, each time as many as are known for sure."""
+        known: list[int] = []
+        for step, packs in enumerate(self.steps(), start=self.first_iteration + 1):
+            for stream, pack in packs:
+                for place in pack.places:
+                    heapq.heappush(known, self.packing.position(stream, place))
+            # What comes into packs later was not seen yet, or waits in a pool.
+            first_open = min(
+                self.packing.position(stream, min([waiting.place for waiting in state.pool], default=state.next_place))
+                for stream, state in self.packing.states_after(step).items()
+            )
+            ready = []
+            while known and known[0] < first_open:
+                ready.append(heapq.heappop(known))
+            if ready:
+                yield np.array(ready, dtype=np.int64)
+        if known:
+            yield np.array(sorted(known), dtype=np.int64)
+
+    def packed(self, read: Iterator[tuple[dict[str, Tensor], StageTimes]]) -> Iterator[tuple[list[dict[str, Any]], StageTimes]]:
+        """Samples of each pack and the costs that fell due; `read`: rows of `positions`, as a ShardReader gives them."""
+        waiting: dict[int, dict[str, Any]] = {}
+        positions = self.positions()
+        for packs in self.steps():
+            for stream, pack in packs:
+                wanted = [self.packing.position(stream, place) for place in pack.places]
+                times = StageTimes()
+                while not waiting.keys() >= set(wanted):
+                    tensors, costs = next(read)
+                    times.add(costs)
+                    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+                    for row, position in enumerate(next(positions).tolist()):
+                        waiting[position] = {name: array[row] for name, array in arrays.items()}
+                yield [waiting.pop(position) for position in wanted], times
 
 
 def gathered_state(iteration: int, states_of_ranks: Sequence[dict[int, StreamState]]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_vla.data.loader import DrawnSamples, SampleError
 from megatron_vla.data.shard_cache import PieceJob, SampleLayout, Slot, build_piece
-from megatron_vla.data.shard_order import LaneOrder, LaneSampler
+from megatron_vla.data.shard_order import LaneOrder
 from megatron_vla.data.watch import POLL_SECONDS, DataWatch, StageTimes
 
 ORPHAN_CHECK_SECONDS = 2.0
@@ -33,6 +33,24 @@ Item = TypeVar("Item")
 
 class _Stopped(Exception):
     """The run ends while somebody waits for a piece."""
+
+
+class PositionSampler(Protocol):
+    """Which positions a rank reads, and in how many pieces at a time: a LaneSampler or a PackLaneSampler."""
+
+    @property
+    def order(self) -> LaneOrder:
+        """Of all samples."""
+        ...
+
+    @property
+    def num_open_pieces(self) -> int:
+        """Pieces that this rank reads at a time."""
+        ...
+
+    def positions(self) -> Iterator[np.ndarray]:
+        """Global positions, some at a time; in each lane ascending. Walking twice gives the same twice."""
+        ...
 
 
 class PieceBuilder(Protocol):
@@ -177,7 +195,7 @@ class WorkerBuilder:
 class ShardReader:
     """Tensors of one rank's micro-batches, read out of the slots that `builder` fills."""
 
-    def __init__(self, sampler: LaneSampler, builder: PieceBuilder, slots: list[Slot]) -> None:
+    def __init__(self, sampler: PositionSampler, builder: PieceBuilder, slots: list[Slot]) -> None:
         self._sampler, self._builder, self._slots = sampler, builder, slots
         self._order = sampler.order
         self._free = deque(range(len(slots)))
@@ -262,7 +280,7 @@ class ShardStream:
     def __init__(
         self,
         samples: DrawnSamples,
-        sampler: LaneSampler,
+        sampler: PositionSampler,
         layout: SampleLayout,
         num_workers: int,
         prefetch_shards: int,

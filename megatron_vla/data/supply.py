@@ -24,9 +24,10 @@ from megatron_vla.data.loader import (
     collate_padded,
     load_micro_batches,
     loaded_batch,
+    packed_batch,
 )
 from megatron_vla.data.mixture_shards import MixtureShardOrder
-from megatron_vla.data.pack_sampler import Packing, PackSampler, PackWindow
+from megatron_vla.data.pack_sampler import Packing, PackLaneSampler, PackSampler, PackWindow
 from megatron_vla.data.packed_batch import PackedBatch
 from megatron_vla.data.packing import PackLimits, StreamState
 from megatron_vla.data.prefetch import ShardStream, in_background
@@ -121,8 +122,8 @@ class DataSupply:
 
     def _shard_line(self, order: LaneOrder, layout: SampleLayout) -> str:
         data, ranks = self.config.data, self.config.data_parallel_size(world_size_from_environment())
-        sampler = self.sampler(0, 0, ranks, 1)
-        assert isinstance(sampler, LaneSampler)
+        sampler = self.sampler(0, 0, ranks, 1) if self.packing is None else self.pack_sampler(0, 0, ranks, 1, 0)
+        assert isinstance(sampler, LaneSampler | PackLaneSampler)
         largest = order.largest_piece
         slot_bytes = layout.slot_bytes(largest)
         needed = (sampler.num_open_pieces + data.prefetch_shards) * slot_bytes
@@ -133,9 +134,12 @@ class DataSupply:
             f"(--decode-lanes over {ranks} data-parallel rank(s), --prefetch-shards, --shard-bytes)"
         )
         if ranks > 1 and not sampler.is_even:
+            what = "--global-batch-size" if self.packing is None else "the number of packs per step"
             line += (
-                f"\nhint: --decode-lanes {order.num_lanes} is no multiple of {ranks} ranks, or --global-batch-size no multiple "
-                "of the lanes: ranks share shards and decode them more than once"
+                "\nhint: datasets come at random, so the shards at the border of two ranks' lanes are decoded by both"
+                if isinstance(order, MixtureShardOrder)
+                else f"\nhint: --decode-lanes {order.num_lanes} is no multiple of {ranks} ranks, or {what} no multiple of the "
+                "lanes: ranks share shards and decode them more than once"
             )
         if needed > data.shard_cache_bytes:
             smaller = max(1, data.shard_bytes * data.shard_cache_bytes // needed)
@@ -162,6 +166,21 @@ class DataSupply:
         )
         return sampler
 
+    def pack_sampler(
+        self,
+        consumed_samples: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        num_iterations: int,
+        iteration: int,
+    ) -> PackSampler:
+        """Packs of one rank after `iteration` steps; `consumed_samples` counts when those were no packs."""
+        assert self.packing is not None
+        place = (iteration, consumed_samples, data_parallel_rank, data_parallel_size, num_iterations)
+        if self.decodes_once:
+            return PackLaneSampler(self.packing, *place, cast(LaneOrder, self.order))
+        return PackSampler(self.packing, *place)
+
     def iterator(
         self,
         consumed_samples: int,
@@ -179,15 +198,11 @@ class DataSupply:
         be made, DataStallError and DataWorkerError when it does not come, ValueError when the first batch's images are out of
         range.
         """
-        sampler: MicroBatchSampler | PackSampler = self.sampler(
-            consumed_samples, data_parallel_rank, data_parallel_size, num_iterations
-        )
-        if self.packing is not None:
-            place = (consumed_samples, data_parallel_rank, data_parallel_size, num_iterations)
-            sampler = PackSampler(self.packing, iteration, *place)
+        place = (consumed_samples, data_parallel_rank, data_parallel_size, num_iterations)
+        sampler = self.sampler(*place) if self.packing is None else self.pack_sampler(*place, iteration)
         num_workers = min(self.config.data.num_workers, len(sampler))
         # One step (a repeated one, to find what was not finite) is not worth decoding whole shards; the samples are the same.
-        if isinstance(sampler, LaneSampler) and num_iterations > 1:
+        if isinstance(sampler, LaneSampler | PackLaneSampler) and num_iterations > 1:
             loaded = self._from_shards(sampler, num_workers, device_is_cuda)
         else:
             loaded = self._by_random_access(sampler, num_workers, device_is_cuda)
@@ -205,8 +220,7 @@ class DataSupply:
         """
         # In this process and by random access: an error here has a readable traceback, and no shard is decoded for it.
         place = (consumed_samples, data_parallel_rank, data_parallel_size, 1)
-        packing = self.packing
-        sampler = self.sampler(*place) if packing is None else PackSampler(packing, iteration, *place)
+        sampler = self.sampler(*place) if self.packing is None else self.pack_sampler(*place, iteration)
         collate = partial(collate_padded, width=self._width)
         batch = next(self._finished(self._by_random_access(sampler, 0, False, collate), False))
         assert isinstance(batch, Batch)
@@ -228,10 +242,10 @@ class DataSupply:
         )
         return batches if num_workers else self._watched(batches)
 
-    def _from_shards(self, sampler: LaneSampler, num_workers: int, pin_memory: bool) -> Iterator[LoadedBatch]:
+    def _from_shards(self, sampler: LaneSampler | PackLaneSampler, num_workers: int, pin_memory: bool) -> Iterator[LoadedBatch]:
         layout = SampleLayout.of(self._samples[0, 0][0])
         stream = ShardStream(self._samples, sampler, layout, num_workers, self.config.data.prefetch_shards, self._watch)
-        assembled = self._assembled(stream, pin_memory)
+        assembled = self._assembled(stream, sampler, pin_memory)
         try:
             if stream.num_workers:
                 device = torch.cuda.current_device() if pin_memory else None
@@ -241,13 +255,25 @@ class DataSupply:
         finally:
             stream.close()
 
-    def _assembled(self, stream: ShardStream, pin_memory: bool) -> Iterator[LoadedBatch]:
+    def _assembled(
+        self, stream: ShardStream, sampler: LaneSampler | PackLaneSampler, pin_memory: bool
+    ) -> Iterator[LoadedBatch]:
+        for loaded in self._packed(stream, sampler) if isinstance(sampler, PackLaneSampler) else self._padded(stream):
+            started = time.perf_counter()
+            ready = loaded.pin_memory() if pin_memory else loaded
+            ready.times.copy_seconds += time.perf_counter() - started
+            yield ready
+
+    def _padded(self, stream: ShardStream) -> Iterator[LoadedBatch]:
         for tensors, times in stream:
             started = time.perf_counter()
             loaded = loaded_batch(tensors, times, self._width)
-            loaded = loaded.pin_memory() if pin_memory else loaded
             loaded.times.copy_seconds += time.perf_counter() - started
             yield loaded
+
+    def _packed(self, stream: ShardStream, sampler: PackLaneSampler) -> Iterator[LoadedBatch]:
+        for samples, times in sampler.packed(iter(stream)):
+            yield packed_batch(samples, times, sampler.packing.limits)
 
     def _watched(self, batches: Iterator[LoadedBatch]) -> Iterator[LoadedBatch]:
         """Loading in this process, with a thread that ends the run when it takes too long."""

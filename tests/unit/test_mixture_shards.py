@@ -65,14 +65,14 @@ def assert_equal(first: list[Batch], second: list[Batch]) -> None:
 def test_S06_shards_give_the_samples_that_random_access_gives(folder: Path) -> None:
     supply = supply_of(folder, "--prefetch-shards", "0")
     assert isinstance(supply.order, MixtureShardOrder) and supply.order.num_lanes == 4
-    inline = batches_of(supply, 2 * TOTAL // 4)
+    inline = batches_of(supply, 5 * TOTAL // 16)
     for batch in inline[:20]:
         for place, (epoch, row) in enumerate(keys_of([batch])):
             arrays = supply._samples[epoch, row][0]  # nothing is left out here, so numbers are rows
             for name in ("images_BVCHW", "camera_is_present_BV", "actions_BTA", "noise_BTA", "tokens_BL"):
                 assert np.array_equal(arrays[name], batch.tensors()[name][place].numpy()), name
     assert sorted(keys_of(inline)[:TOTAL]) == [(0, index) for index in range(TOTAL)]
-    assert_equal(inline, batches_of(supply_of(folder, "--num-workers", "2", "--prefetch-shards", "3"), 2 * TOTAL // 4))
+    assert_equal(inline, batches_of(supply_of(folder, "--num-workers", "2", "--prefetch-shards", "3"), 5 * TOTAL // 16))
     assert_equal([supply.first_batch()], inline[:1])
     # A resume starts inside pieces of both datasets.
     assert_equal(inline[7:20], batches_of(supply_of(folder), 13, consumed=28))
@@ -96,7 +96,7 @@ def test_each_frame_of_an_epoch_is_asked_for_once(folder: Path, monkeypatch: pyt
     assert sum(asked.values()) >= sum(LENGTHS["one"]) + 2 * sum(LENGTHS["two"]) - 3 * 4
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [4])
 def test_S01_ranks_share_the_global_batch_and_the_samples_stay(folder: Path, ranks: int) -> None:
     flags = ("--global-batch-size", "8", "--micro-batch-size", "2")
     whole = keys_of(batches_of(supply_of(folder, *flags), 12))
@@ -118,3 +118,29 @@ def test_weights_and_storage_order_work_as_without_shards(folder: Path) -> None:
 def test_orders_with_and_without_shards_have_other_hashes(folder: Path) -> None:
     hashes = {supply_of(folder, *flags).order_hash for flags in ((), ("--data-access", "random"), ("--seed", "7"))}
     assert len(hashes) == 3
+
+
+PACKED = ("--packing", "--pack-token-budget", "330", "--pack-pool-size", "5", "--micro-batch-size", "4")
+
+
+def test_packs_out_of_shards_are_the_packs_of_random_access(folder: Path) -> None:
+    flags = (*PACKED, "--global-batch-size", "8", "--augmentation", "openpi_torch", "--augmentation-device", "gpu")
+    supply = supply_of(folder, *flags)
+    packs = list(supply.iterator(0, 0, 1, 9, False))
+    for step in (0, 4, 8):
+        # A single step is read by random access; the state before it is known.
+        for pack, other in zip(packs[2 * step :], supply.iterator(0, 0, 1, 1, False, step), strict=False):
+            assert all(torch.equal(tensor, pack.tensors()[name]) for name, tensor in other.tensors().items())
+    ahead = supply_of(folder, *flags, "--num-workers", "2", "--prefetch-shards", "3")
+    for pack, other in zip(packs, ahead.iterator(0, 0, 1, 9, False), strict=True):
+        assert all(torch.equal(tensor, pack.tensors()[name]) for name, tensor in other.tensors().items())
+    ahead.close()
+
+
+def test_S01_ranks_share_the_packs_out_of_shards(folder: Path) -> None:
+    flags = (*PACKED, "--global-batch-size", "8")
+    whole = list(supply_of(folder, *flags).iterator(0, 0, 1, 4, False))
+    parts = [list(supply_of(folder, *flags).iterator(0, rank, 2, 4, False)) for rank in range(2)]
+    for number, pack in enumerate(whole):
+        other = parts[number % 2][number // 2]
+        assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in pack.tensors().items())
