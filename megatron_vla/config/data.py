@@ -22,8 +22,9 @@ class DataConfig:
     data_override: tuple[str, ...] = ()
     """NAME:FLAG=VALUE[,VALUE] sets a flag of this group for one dataset of a mixture, for example libero:action-key=actions."""
 
-    mixture_statistics: Literal["per_dataset", "merged"] = "per_dataset"
-    """Normalize each dataset of a mixture by its own statistics, or all by those of all samples together (equal dimensions)."""
+    mixture_statistics: Literal["per_dataset", "per_embodiment", "merged"] = "per_dataset"
+    """Normalize each dataset of a mixture by its own statistics, those of one robot type by theirs together, or all by those of
+    all samples together. Datasets that share statistics need equal dimensions."""
 
     rlds_mapping: str | None = None
     """JSON file (or the JSON itself) with the rate and, where defaults do not fit, the keys of an RLDS dataset."""
