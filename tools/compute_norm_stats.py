@@ -143,11 +143,8 @@ def main(arguments: Sequence[str]) -> int:
         save_statistics_of_datasets(path, dict(zip(opened, computed, strict=True)))
     for statistics, (name, (columns, _)) in zip(computed, opened.items(), strict=True):
         if len(opened) > 1:
-            shared = next(group for group in groups if name in group)
-            print(
-                f"-- dataset {name}"
-                + (f" (together with {', '.join(n for n in shared if n != name)})" if len(shared) > 1 else "")
-            )
+            others = [other for group in groups if name in group for other in group if other != name]
+            print(f"-- dataset {name}" + (f" (together with {', '.join(others)})" if others else ""))
         print_statistics(statistics, columns.names)
     print(f"wrote {path} ({num_samples} samples, {computed[0].quantiles} quantiles)")
     print(f"use it with --statistics-path {path}")

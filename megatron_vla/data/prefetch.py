@@ -28,6 +28,7 @@ from megatron_vla.data.watch import POLL_SECONDS, DataWatch, StageTimes
 
 ORPHAN_CHECK_SECONDS = 2.0
 STOP_SECONDS = 5.0
+LARGE_ROW_BYTES = 4096
 Item = TypeVar("Item")
 
 
@@ -244,33 +245,39 @@ class ShardReader:
 
     def _read(self, position_P: np.ndarray) -> tuple[dict[str, Tensor], StageTimes]:
         times = StageTimes()
-        tensors: dict[str, Tensor] = {}
+        arrays: dict[str, np.ndarray] = {}
         # Runs of one piece are copied before the next piece of the same lane may take its slot.
         pending: dict[int, tuple[list[int], list[int]]] = {}
         copy_seconds = 0.0
         for target, (lane, key, place) in enumerate(self._keys(position_P)):
             current = self._open.get(lane)
             if current is None or (current.epoch, current.piece) != key:
-                copy_seconds += self._copy(pending.pop(lane, None), lane, tensors, len(position_P))
+                copy_seconds += self._copy(pending.pop(lane, None), lane, arrays, len(position_P))
                 times.add(self._enter(lane, key))
             targets, rows = pending.setdefault(lane, ([], []))
             targets.append(target)
             rows.append(place - self._open[lane].first_place)
         for lane, run in pending.items():
-            copy_seconds += self._copy(run, lane, tensors, len(position_P))
+            copy_seconds += self._copy(run, lane, arrays, len(position_P))
         times.add(StageTimes(copy_seconds=copy_seconds))
-        return tensors, times
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}, times
 
-    def _copy(self, run: tuple[list[int], list[int]] | None, lane: int, tensors: dict[str, Tensor], size: int) -> float:
+    def _copy(self, run: tuple[list[int], list[int]] | None, lane: int, arrays: dict[str, np.ndarray], size: int) -> float:
         """Rows of the lane's open piece into the micro-batch; returns seconds."""
         if run is None:
             return 0.0
         started = time.perf_counter()
-        targets, rows = (torch.tensor(numbers) for numbers in run)
-        for name, stored in self._slots[self._open[lane].slot].tensors.items():
-            if name not in tensors:
-                tensors[name] = torch.empty((size, *stored.shape[1:]), dtype=stored.dtype)
-            tensors[name].index_copy_(0, targets, stored.index_select(0, rows))
+        targets, rows = run
+        for name, stored in self._slots[self._open[lane].slot].arrays.items():
+            if name not in arrays:
+                arrays[name] = np.empty((size, *stored.shape[1:]), dtype=stored.dtype)
+            array = arrays[name]
+            if stored.nbytes // len(stored) < LARGE_ROW_BYTES:
+                array[targets] = stored[rows]
+            else:
+                # Pictures row by row: one copy, where indexing makes a second one in between.
+                for target, row in zip(targets, rows, strict=True):
+                    array[target] = stored[row]
         return time.perf_counter() - started
 
 

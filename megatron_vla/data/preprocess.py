@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from megatron_vla.data.cameras import CameraMap
-from megatron_vla.data.image import ImageResize, empty_image, model_image
+from megatron_vla.data.image import ImageResize, model_image, stack_views
 from megatron_vla.data.normalization import Normalization, NormalizationVariant
 from megatron_vla.data.packing import SampleSize
 from megatron_vla.data.prompt import SentencePieceTokenizer, pad_prompt, prompt_ids
@@ -117,15 +117,14 @@ class Preprocessor:
         # Before padding: only the robot's own dimensions are in the prompt.
         tokens_L, token_is_valid_L = self.tokenize(instruction, normalized_D)
         cameras = settings.camera_map
-        empty = empty_image(settings.image_size, settings.image_resize)
-        views = [
-            empty if frame is None else model_image(frame, settings.image_size, settings.image_resize, key)
+        views: list[np.ndarray | None] = [
+            None if frame is None else model_image(frame, settings.image_size, settings.image_resize, key)
             for frame, key in zip(cameras.select(images), settings.camera_keys, strict=True)
         ]
         # Last, so that real cameras keep their places when slots are added.
-        views += [empty] * (settings.num_images - len(views))
+        views += [None] * (settings.num_images - len(views))
         return {
-            "images_BVCHW": np.stack(views),
+            "images_BVCHW": stack_views(views, settings.image_size, settings.image_resize),
             "camera_is_present_BV": np.array(cameras.is_present),
             "tokens_BL": tokens_L,
             "token_is_valid_BL": token_is_valid_L,

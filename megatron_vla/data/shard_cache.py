@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megatron_vla.data.shard_order import LaneOrder
 from megatron_vla.data.watch import StageTimes
@@ -50,7 +48,7 @@ class SampleLayout:
 
 
 class Slot:
-    """Room for M samples, field by field: arrays [M, ...] for the writer, tensors on the same memory for the reader."""
+    """Room for M samples, field by field: arrays [M, ...], which the writer fills and the reader copies from."""
 
     def __init__(self, layout: SampleLayout, num_samples: int) -> None:
         self._memory = mmap.mmap(-1, layout.slot_bytes(num_samples))
@@ -61,7 +59,6 @@ class Slot:
             flat = np.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
             self.arrays[name] = flat.reshape((num_samples, *shape))
             offset += layout.field_bytes(name, num_samples)
-        self.tensors: dict[str, Tensor] = {name: torch.from_numpy(array) for name, array in self.arrays.items()}
 
 
 @dataclass(frozen=True)
