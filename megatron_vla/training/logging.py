@@ -18,6 +18,7 @@ from megatron_vla.training.plot import draw_loss_curve
 METRICS_FILE = "metrics.jsonl"
 CURVE_FILE = "loss_curve.png"
 DATA_WAIT_HINT_SHARE = 0.10
+HINT_REPEAT_WINDOWS = 50
 DATA_STAGES = ("read", "decode", "transform", "copy")
 
 
@@ -152,6 +153,29 @@ def _stage_advice(stage: str | None, config: RunConfig) -> str:
     return ""
 
 
+class HintFilter:
+    """Says a hint once, and again only when its advice changes or after a while: every line would drown the log.
+
+    The first window is passed over: workers start in it, and everybody waits for them.
+    """
+
+    def __init__(self) -> None:
+        self._windows = 0
+        self._said: str | None = None
+        self._said_at = 0
+
+    def passes(self, hint: str | None) -> bool:
+        """Called once per window."""
+        self._windows += 1
+        if hint is None or self._windows == 1:
+            return False
+        advice = hint.partition("): ")[2]
+        if advice == self._said and self._windows < self._said_at + HINT_REPEAT_WINDOWS:
+            return False
+        self._said, self._said_at = advice, self._windows
+        return True
+
+
 class RunLogger:
     """Writers of rank 0; on other ranks construct none. `resumed_iteration` cuts what a killed run wrote beyond it."""
 
@@ -160,6 +184,7 @@ class RunLogger:
         self.folder = log_folder(config)
         self._iterations: list[int] = []
         self._losses: list[float] = []
+        self._hints = HintFilter()
         self._terminal = sys.stdout.isatty()
         self._live_width = 0
         self._tensorboard: Any = None
@@ -215,8 +240,8 @@ class RunLogger:
         self._losses += record["losses"]
         self.message(progress_line(record, self.config.training.train_iters))
         hint = data_wait_hint(record, self.config)
-        if hint:
-            self.message(hint)
+        if self._hints.passes(hint):
+            self.message(str(hint))
         if self.folder is not None:
             with open(self.folder / METRICS_FILE, "a") as file:
                 file.write(json.dumps(record) + "\n")
