@@ -7,7 +7,7 @@ C sequences.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ def varlen_attention(
 ) -> Tensor:
     """softmax(q k^T / sqrt(D)) v within each sequence -> [T, N, D]. Not causal; query head n reads key head n * G // N.
 
-    Sequence c is query rows query_offsets[c] : query_offsets[c + 1] and key rows likewise (int32 [C + 1] on the device, from 0 on,
-    not falling; nothing here reads them on the host). Either side may be empty: queries without a key give zeros.
+    Sequence c is query rows query_offsets[c] : query_offsets[c + 1] and key rows likewise (int32 [C + 1] on the device,
+    from 0 on, not falling; nothing here reads them on the host). Either side may be empty: queries without a key give zeros.
     `max_query` and `max_key` are upper bounds of one sequence's length. The offsets must end at T and S: the kernel leaves rows
     beyond them as they were in memory, gradients too. Padding is therefore given to sequences of its own.
 
@@ -48,9 +48,10 @@ def varlen_attention(
         output = varlen_attn(
             stacked, key_SGD, value_SGD, query_offsets * num_heads, key_offsets, max_query * num_heads, max_key
         )
-        return output.reshape(query_TND.shape)
+        return cast(Tensor, output).reshape(query_TND.shape)
     grouped: dict[str, Any] = {"enable_gqa": True} if _HAS_GROUPED_HEADS and num_groups != num_heads else {}
-    return varlen_attn(query_TND, key_SGD, value_SGD, query_offsets, key_offsets, max_query, max_key, **grouped)
+    output = varlen_attn(query_TND, key_SGD, value_SGD, query_offsets, key_offsets, max_query, max_key, **grouped)
+    return cast(Tensor, output)
 
 
 def sequence_numbers(offsets: Tensor, num_rows: int) -> Tensor:
