@@ -1,22 +1,19 @@
 """Attention over sequences of different lengths that lie end to end in one tensor: no mask, no computation across them.
 
 Shape legend: T query tokens of all sequences, S key tokens of all sequences, N query heads, G key/value heads, D head width,
+R query heads per group, Q = T * R stacked queries,
 C sequences.
 """
 
 from __future__ import annotations
 
-import inspect
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-# torch 2.11 has no such argument; newer ones refuse unequal numbers of heads without it.
-_HAS_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def varlen_attention(
@@ -37,21 +34,27 @@ def varlen_attention(
 
     On GPUs bf16 and fp16 only (ValueError otherwise). On the CPU a reference in the given dtype, which builds a [T, S] mask.
     """
+    # The heads of a group read the same keys, so a token's heads are stacked as further queries of one head per group: keys are
+    # read once, not once per head, and kernels without grouped heads (torch 2.11) serve.
+    num_tokens, num_heads, width = query_TND.shape
+    num_groups = key_SGD.shape[1]
+    stack = num_heads // num_groups
+    query_TRGD = query_TND.reshape(num_tokens, num_groups, stack, width).transpose(1, 2)
+    query_QGD = query_TRGD.reshape(num_tokens * stack, num_groups, width)
+    stacked_offsets = query_offsets * stack
     if query_TND.device.type != "cuda":
-        return _reference(query_TND, key_SGD, value_SGD, query_offsets, key_offsets)
-    if query_TND.dtype not in KERNEL_DTYPES:
-        raise ValueError(f"variable-length attention: the kernel computes in bf16 or fp16, not {query_TND.dtype}; use --bf16")
-    num_heads, num_groups = query_TND.shape[1], key_SGD.shape[1]
-    if num_groups == 1:
-        # All heads read the same keys, so a token's heads are stacked as further queries: keys are read once, not per head.
-        stacked = query_TND.reshape(-1, 1, query_TND.shape[2])
-        output = varlen_attn(
-            stacked, key_SGD, value_SGD, query_offsets * num_heads, key_offsets, max_query * num_heads, max_key
+        output = _reference(query_QGD, key_SGD, value_SGD, stacked_offsets, key_offsets)
+    elif query_TND.dtype in KERNEL_DTYPES:
+        # Imported here: the module loads torch's compiler, which most processes never need.
+        from torch.nn.attention.varlen import varlen_attn
+
+        output = cast(
+            Tensor, varlen_attn(query_QGD, key_SGD, value_SGD, stacked_offsets, key_offsets, max_query * stack, max_key)
         )
-        return cast(Tensor, output).reshape(query_TND.shape)
-    grouped: dict[str, Any] = {"enable_gqa": True} if _HAS_GROUPED_HEADS and num_groups != num_heads else {}
-    output = varlen_attn(query_TND, key_SGD, value_SGD, query_offsets, key_offsets, max_query, max_key, **grouped)
-    return cast(Tensor, output)
+    else:
+        raise ValueError(f"variable-length attention: the kernel computes in bf16 or fp16, not {query_TND.dtype}; use --bf16")
+    output_TRGD = output.reshape(num_tokens, stack, num_groups, width)
+    return output_TRGD.transpose(1, 2).reshape(query_TND.shape)
 
 
 def sequence_numbers(offsets: Tensor, num_rows: int) -> Tensor:
@@ -60,16 +63,17 @@ def sequence_numbers(offsets: Tensor, num_rows: int) -> Tensor:
     return torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
 
 
-def _reference(query_TND: Tensor, key_SGD: Tensor, value_SGD: Tensor, query_offsets: Tensor, key_offsets: Tensor) -> Tensor:
+def _reference(query_QGD: Tensor, key_SGD: Tensor, value_SGD: Tensor, query_offsets: Tensor, key_offsets: Tensor) -> Tensor:
     """The definition, by a dense mask: it compiles in one graph, which a loop over lengths does not."""
-    query_number_T = sequence_numbers(query_offsets, query_TND.shape[0])
+    query_number_Q = sequence_numbers(query_offsets, query_QGD.shape[0])
     key_number_S = sequence_numbers(key_offsets, key_SGD.shape[0])
-    may_read_TS = query_number_T[:, None] == key_number_S[None, :]
+    may_read_QS = query_number_Q[:, None] == key_number_S[None, :]
     # A row without a key would be 0 / 0: it reads everything, and its output is replaced.
-    has_key_T1 = may_read_TS.any(dim=1, keepdim=True)
-    heads_per_group = query_TND.shape[1] // key_SGD.shape[1]
-    key_NSD, value_NSD = (x.repeat_interleave(heads_per_group, dim=1).transpose(0, 1) for x in (key_SGD, value_SGD))
-    output_NTD = F.scaled_dot_product_attention(
-        query_TND.transpose(0, 1)[None], key_NSD[None], value_NSD[None], attn_mask=may_read_TS | ~has_key_T1
+    has_key_Q1 = may_read_QS.any(dim=1, keepdim=True)
+    output_GQD = F.scaled_dot_product_attention(
+        query_QGD.transpose(0, 1)[None],
+        key_SGD.transpose(0, 1)[None],
+        value_SGD.transpose(0, 1)[None],
+        attn_mask=may_read_QS | ~has_key_Q1,
     )[0]
-    return torch.where(has_key_T1[:, :, None], output_NTD.transpose(0, 1), 0.0)
+    return torch.where(has_key_Q1[:, :, None], output_GQD.transpose(0, 1), 0.0)
