@@ -169,6 +169,7 @@ def test_rows_of_images_name_their_samples() -> None:
     assert pack.samples_of_rows("noise_BTA").tolist() == [100, 101, 102, 103, -1, -1]
 
 
+@pytest.mark.slow
 def test_layers_compile_in_one_graph_that_serves_every_pack() -> None:
     """Static shapes: other samples, no other graph; forward and backward as without compilation."""
     plain, compiled = tiny_model(CONFIG), tiny_model(CONFIG)
