@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron_vla.config.check_optimization import optimization_findings
 from megatron_vla.config.check_packing import packing_findings
 from megatron_vla.config.cli import flag_name
 from megatron_vla.config.data import DataConfig
@@ -24,6 +25,7 @@ from megatron_vla.findings import Finding, error, warning
 from megatron_vla.optimizations.check import module_pattern_findings
 from megatron_vla.parallel.groups import layout_size_findings
 from megatron_vla.parallel.stage_plan import layout_findings
+from megatron_vla.runner.check import runner_findings
 
 SMALLEST_MOCK_VOCABULARY = FIRST_TOKEN + NUM_PHASES
 MAX_SEED = 2**63 - 1  # torch's generators take a signed 64-bit seed
@@ -35,6 +37,7 @@ def check(config: RunConfig, family: Any, world_size: int) -> list[Finding]:
     findings = [finding for rule in rules for finding in rule(config)]
     findings += _layout(config)
     findings += packing_findings(config, family)
+    findings += optimization_findings(config)
     sizes = layout_size_findings(config.parallel, world_size)
     findings += sizes
     # Sizes that do not fill the world leave no number of data-parallel ranks to judge by.
@@ -42,6 +45,7 @@ def check(config: RunConfig, family: Any, world_size: int) -> list[Finding]:
         findings += _global_batch(config, world_size)
         findings += _pipeline(config, family, world_size)
         findings += _data_parallel(config, world_size)
+        findings += runner_findings(config, world_size)
     own = family.check(config)
     findings += own
     if not any(finding.severity == "error" for finding in own):

@@ -226,6 +226,12 @@ class DataSupply:
         assert isinstance(batch, Batch)
         return batch
 
+    def example(self, data_parallel_rank: int = 0, data_parallel_size: int = 1) -> Batch | PackedBatch:
+        """The first micro-batch of the order in the form that `iterator` gives, loaded in this process."""
+        place = (0, data_parallel_rank, data_parallel_size, 1)
+        sampler = self.sampler(*place) if self.packing is None else self.pack_sampler(*place, 0)
+        return next(self._finished(self._by_random_access(sampler, 0, False), False))
+
     def _by_random_access(
         self, sampler: MicroBatchSampler | PackSampler, num_workers: int, pin_memory: bool, collate: Collate | None = None
     ) -> Iterator[LoadedBatch]:

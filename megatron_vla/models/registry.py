@@ -20,6 +20,9 @@ class ModelFamily:
     check(config) -> list[Finding]: the family's own rules, before anything is built.
     converter: released layouts <-> this project's parameter names.
     block_names: dotted patterns ('*' = one segment) of what "a layer" is, for compile, checkpointing, FP8 and graphs.
+    backbone_functions: dotted names of methods of fixed-shape tensors that are one graph each under --compile-scope backbone
+        ("backbone", "vision_tower.forward"); between them they call every layer.
+    group_functions: methods of what lies around the layers, which --compile-scope multi_group compiles beside each layer.
     metric_names: names of the metrics that loss_func returns; stages without a loss need to know how many there are.
     pipeline_units(config: RunConfig) -> ModelUnits: the model's parts with their FLOPs, for the stage plan.
     batch_fields: names of the Batch tensors that forward_step reads.
@@ -35,6 +38,8 @@ class ModelFamily:
     check: Callable[..., Any]
     converter: Any
     block_names: tuple[str, ...]
+    backbone_functions: tuple[str, ...]
+    group_functions: tuple[str, ...]
     metric_names: tuple[str, ...]
     pipeline_units: Callable[..., Any]
     batch_fields: frozenset[str]

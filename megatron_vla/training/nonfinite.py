@@ -83,7 +83,8 @@ def examine(schedule: Schedule, forward_step: ForwardStep, batch: Batch) -> list
     schedule.model.zero_gradients()
     count = schedule.fewest_microbatches
     try:
-        with schedule.model.micro_batch(is_last=False):
+        # Hooks inside a compiled layer would not be called, or break its graph.
+        with schedule.model.micro_batch(is_last=False), torch.compiler.set_stance("force_eager"):
             totals = schedule.run(forward_step, iter([batch] * count), count, reduce_gradients=False)
     finally:
         for handle in handles:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_vla.data.packed_batch import PackedBatch
-from megatron_vla.models.common.attention import AttentionBackend
+from megatron_vla.models.common.attention_mask import AttentionBackend
 from megatron_vla.models.common.decoder_layer import KeyValue
 from megatron_vla.models.common.rotary import RotaryTable, rotary_table
 from megatron_vla.models.common.row_selection import take_rows
