@@ -8,8 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -18,6 +17,9 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from megatron_vla.data.batch import Batch, TensorFields, collate_tensors
 from megatron_vla.data.locator import LocatorIndex
+from megatron_vla.data.pack_sampler import PackSampler
+from megatron_vla.data.packed_batch import PackedBatch, pack_samples
+from megatron_vla.data.packing import PackLimits, SampleSize
 from megatron_vla.data.sampler import MicroBatchSampler
 from megatron_vla.data.watch import DataWatch, Stage, StageTimes, StatusBoard
 
@@ -50,6 +52,10 @@ class SampleSource(Protocol):
         """Sample number `index` (0 ... num_samples - 1)."""
         ...
 
+    def size_of(self, index: int) -> SampleSize:
+        """What the sample needs of a pack, without reading pictures."""
+        ...
+
     def take_times(self) -> StageTimes:
         """Costs since the last call, in this process."""
         ...
@@ -70,6 +76,14 @@ class SamplePreprocessor(Protocol):
 
     def __call__(self, sample: Any, epoch: int) -> dict[str, Any]:
         """Arrays of one training sample."""
+        ...
+
+
+class EpisodeSource(SampleSource, Protocol):
+    """Samples that come out of episodes."""
+
+    def in_storage_order(self, index_M: np.ndarray, epoch: int) -> Iterator[dict[str, Any]]:
+        """Samples with ascending numbers, decoding forward only."""
         ...
 
 
@@ -116,6 +130,14 @@ class RobotSource:
             raw = self.dataset[self._row(index)]
             self._count_reading(time.perf_counter() - start, len(self.dataset.cameras))
             return self._preprocessed(index, raw, epoch)
+        except Exception as problem:
+            raise SampleError(f"{self.where(index)}: {type(problem).__name__}: {problem}") from problem
+
+    def size_of(self, index: int) -> SampleSize:
+        """See `SampleSource`. Raises SampleError."""
+        row = self._row(index)
+        try:
+            return self.preprocessor.size_of(self.dataset.instruction(row), self.dataset.state_ND[row])
         except Exception as problem:
             raise SampleError(f"{self.where(index)}: {type(problem).__name__}: {problem}") from problem
 
@@ -226,8 +248,8 @@ class DrawnSamples(Dataset[tuple[dict[str, Any], StageTimes]]):
 
     def in_storage_order(self, index_M: np.ndarray, epoch: int) -> Iterator[dict[str, Any]]:
         """The same arrays as one by one, for ascending sample numbers, decoding forward only. Raises SampleError."""
-        assert isinstance(self.source, RobotSource), "decode_once is refused for sources without episodes"
-        for arrays in self.source.in_storage_order(index_M, epoch):
+        source = cast(EpisodeSource, self.source)  # decode_once is refused for sources without episodes
+        for arrays in source.in_storage_order(index_M, epoch):
             yield self._drawn(arrays, epoch)
 
     def _drawn(self, arrays: dict[str, Any], epoch: int) -> dict[str, Any]:
@@ -266,7 +288,10 @@ class PendingWork(Protocol):
 
 @dataclass
 class LoadedBatch:
-    """A micro-batch, what it cost, and what is still to be done: augmentation parameters [B, V, P], or an assembler's own."""
+    """A micro-batch, what it cost, and what is still to be done.
+
+    augmentation_BVP: parameters of augmentation, [B, V, P], of a pack [I, P]. pending: an assembler's own.
+    """
 
     batch: TensorFields
     times: StageTimes
@@ -321,7 +346,7 @@ def assembled_batch(samples: Sequence[Mapping[str, Any]], times: StageTimes, ass
     return LoadedBatch(made.batch, times, made.augmentation_BVP, made.pending)
 
 
-def collate(
+def collate_padded(
     items: list[tuple[dict[str, Any], StageTimes]], width: PromptWidth, assemble: Assemble | None = None
 ) -> LoadedBatch:
     """Samples -> one micro-batch, by `assemble` where the family brings its own."""
@@ -337,6 +362,25 @@ def collate(
     return loaded
 
 
+def collate_pack(items: list[tuple[dict[str, Any], StageTimes]], limits: PackLimits) -> LoadedBatch:
+    """Samples -> one pack."""
+    times = StageTimes()
+    for _, sample_times in items:
+        times.add(sample_times)
+    return packed_batch([arrays for arrays, _ in items], times, limits)
+
+
+def packed_batch(samples: list[dict[str, Any]], times: StageTimes, limits: PackLimits) -> LoadedBatch:
+    """Samples of one pack -> the pack."""
+    started = time.perf_counter()
+    extra = (AUGMENTATION_FIELD,) if AUGMENTATION_FIELD in samples[0] else ()
+    tensors = pack_samples(samples, limits, extra)
+    parameters_IP = tensors.pop(AUGMENTATION_FIELD, None)
+    batch = PackedBatch(**tensors, longest_sequence=limits.longest_prefix)  # type: ignore[arg-type]
+    times.copy_seconds += time.perf_counter() - started
+    return LoadedBatch(batch, times, parameters_IP)
+
+
 def _initialise_worker(worker: int) -> None:
     # Workers are the parallelism; more threads in each only fight for cores.
     torch.set_num_threads(1)
@@ -347,14 +391,13 @@ def _initialise_worker(worker: int) -> None:
 
 def load_micro_batches(
     samples: DrawnSamples,
-    sampler: MicroBatchSampler,
+    sampler: MicroBatchSampler | PackSampler,
     *,
     num_workers: int,
     prefetch_factor: int,
-    width: PromptWidth,
+    collate: Callable[[list[tuple[dict[str, Any], StageTimes]]], LoadedBatch],
     pin_memory: bool,
     watch: DataWatch,
-    assemble: Assemble | None = None,
 ) -> Iterator[LoadedBatch]:
     """Micro-batches in the sampler's order. At most num_workers x prefetch_factor wait in memory.
 
@@ -366,7 +409,7 @@ def load_micro_batches(
         num_workers=num_workers,
         # torch refuses a prefetch factor without workers.
         prefetch_factor=prefetch_factor if num_workers else None,
-        collate_fn=partial(collate, width=width, assemble=assemble),
+        collate_fn=collate,
         pin_memory=pin_memory,
         worker_init_fn=_initialise_worker,
         # Without workers a thread watches instead (DataWatch.ends_stalled_loading).

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megatron_vla.models.common.attention import AttentionBackend, attend
+from megatron_vla.models.common.attention import attend
+from megatron_vla.models.common.attention_mask import AttentionBackend, without_mask
 from megatron_vla.models.common.decoder_layer import KeyValue
+from megatron_vla.models.common.merged_linear import MergesProjections, merged_linear
 from megatron_vla.parallel.linear import column_parallel_linear, row_parallel_linear
 from megatron_vla.parallel.tensor_parallel import TensorParallel
 
 
-class MultiHeadAttention(nn.Module):
+class MultiHeadAttention(MergesProjections):
     """q, k, v and out projections. `memory_size`: width of what keys and values are made of, when they are not the queries'.
 
     Inputs are tokens that column-parallel matrices read (gathered); the output is a residual stream.
@@ -30,9 +32,10 @@ class MultiHeadAttention(nn.Module):
         memory_size: int | None = None,
     ) -> None:
         super().__init__()
-        self.backend = backend
+        self.backend = without_mask(backend)
         self.tensor_parallel = tensor_parallel
         self.head_width = head_width
+        self.reads_others = memory_size is not None
         inner = num_heads * head_width
         memory_size = hidden_size if memory_size is None else memory_size
         self.q_proj = column_parallel_linear(hidden_size, inner, bias=True, tensor_parallel=tensor_parallel)
@@ -44,11 +47,25 @@ class MultiHeadAttention(nn.Module):
         """[B, S, N * D] -> [B, N, S, D]."""
         return projected_BSH.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
+    def projection_groups(self) -> tuple[tuple[nn.Module, ...], ...]:
+        """q, k and v read the same tokens; of a module that reads other tokens, k and v."""
+        return ((self.k_proj, self.v_proj),) if self.reads_others else ((self.q_proj, self.k_proj, self.v_proj),)
+
     def key_value(self, memory_BKH: Tensor) -> KeyValue:
         """Keys and values [B, N, K, D] of the tokens that are read."""
-        return KeyValue(self.split_heads(self.k_proj(memory_BKH)), self.split_heads(self.v_proj(memory_BKH)))
+        key_BKH, value_BKH = merged_linear(memory_BKH, (self.k_proj, self.v_proj), self.merged)
+        return KeyValue(self.split_heads(key_BKH), self.split_heads(value_BKH))
 
-    def read(self, tokens_BQH: Tensor, memory: KeyValue, mask_B11K: Tensor | None = None) -> Tensor:
-        """What the tokens read from `memory`, [B, Q, H]."""
-        query_BNQD = self.split_heads(self.q_proj(tokens_BQH))
+    def query_key_value(self, tokens_BSH: Tensor) -> tuple[Tensor, KeyValue]:
+        """(queries, keys and values) [B, N, S, D] of tokens that read each other."""
+        parts = merged_linear(tokens_BSH, (self.q_proj, self.k_proj, self.v_proj), self.merged)
+        query_BNSD, key_BNSD, value_BNSD = (self.split_heads(part) for part in parts)
+        return query_BNSD, KeyValue(key_BNSD, value_BNSD)
+
+    def read(self, tokens_BQH: Tensor, memory: KeyValue | None = None, mask_B11K: Tensor | None = None) -> Tensor:
+        """What the tokens read from `memory`, or from each other: [B, Q, H]."""
+        if memory is None:
+            query_BNQD, memory = self.query_key_value(tokens_BQH)
+        else:
+            query_BNQD = self.split_heads(self.q_proj(tokens_BQH))
         return self.out_proj(attend(query_BNQD, *memory, mask_B11K, self.backend))

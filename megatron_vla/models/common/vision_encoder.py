@@ -15,8 +15,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megatron_vla.models.common.attention import AttentionBackend, attend
+from megatron_vla.models.common.attention import attend
+from megatron_vla.models.common.attention_mask import AttentionBackend
 from megatron_vla.models.common.feed_forward import FeedForward
+from megatron_vla.models.common.merged_linear import merged_linear
 from megatron_vla.models.common.multi_head_attention import MultiHeadAttention
 from megatron_vla.models.common.normalization import LayerNorm
 from megatron_vla.models.common.rotary import RotaryTable, rotate
@@ -107,14 +109,16 @@ class VisionAttention(MultiHeadAttention):
     def forward(self, hidden_ISH: Tensor, plan: VisionPlan) -> Tensor:
         """[I, S, H] -> [I, S, H] (or [1, P, H], see VisionPlan)."""
         hidden_ISH = gather_samples(hidden_ISH, plan.num_tokens, self.tensor_parallel)
-        projected = [project(hidden_ISH) for project in (self.q_proj, self.k_proj, self.v_proj)]
+        projected = merged_linear(hidden_ISH, (self.q_proj, self.k_proj, self.v_proj), self.merged)
         if plan.padded is not None:
-            projected = [plan.padded.split(rows) for rows in projected]
+            projected = tuple(plan.padded.split(rows) for rows in projected)
         query, key, value = (self.split_heads(tokens) for tokens in projected)
         if plan.rotary is not None:
             query, key = rotate(query, plan.rotary), rotate(key, plan.rotary)
         mask = None if plan.padded is None else plan.padded.mask_I11S
-        attended_ISH = attend(query, key, value, mask, self.backend)
+        # FlashAttention-2 is a choice for attention without a mask.
+        backend = self.backend if mask is None or self.backend == "eager" else "sdpa"
+        attended_ISH = attend(query, key, value, mask, backend)
         return self.out_proj(attended_ISH if plan.padded is None else plan.padded.join(attended_ISH))
 
 

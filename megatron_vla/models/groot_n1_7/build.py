@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_vla.config.run import RunConfig
 from megatron_vla.models.common import initialization as draw
-from megatron_vla.models.common.attention import AttentionBackend
+from megatron_vla.models.common.attention_mask import AttentionBackend, resolve_backend
 from megatron_vla.models.common.precision import parameter_dtype, set_parameter_dtypes
 from megatron_vla.models.groot_n1_7.config import GrootN17Config
 from megatron_vla.models.groot_n1_7.flops import model_units
@@ -115,9 +115,11 @@ def set_dtypes(model: GrootN17Model, dtype: torch.dtype) -> None:
 
 
 def skeleton(config: RunConfig) -> GrootN17Model:
-    """The whole model without memory."""
+    """The whole model of these flags on the meta device."""
     with torch.device("meta"):
-        return build_module(config.family, attention_backend=config.optimization.attention_backend)
+        model = build_module(config.family)
+    set_dtypes(model, parameter_dtype(config.model))
+    return model
 
 
 def build(config: RunConfig, groups: Any = None) -> GrootN17Model:
@@ -128,7 +130,7 @@ def build(config: RunConfig, groups: Any = None) -> GrootN17Model:
     with torch.device("meta"):
         model = build_module(
             config.family,
-            attention_backend=config.optimization.attention_backend,
+            attention_backend=resolve_backend(config.optimization.attention_backend),
             tensor_parallel=tensor_parallel_of(config.parallel, groups),
             kind=GrootN17Stage if config.parallel.pipeline_model_parallel_size > 1 else GrootN17Model,
         )

@@ -102,6 +102,10 @@ def _dimension_findings(family: GrootN17Config) -> Iterator[Finding]:
 
 def _recipe_findings(config: RunConfig) -> Iterator[Finding]:
     family = config.family
+    backend = config.optimization.attention_backend
+    if backend not in ("auto", "sdpa", "eager"):
+        what = f"{backend} describes a sample by its keys alone, but the text tower is causal"
+        yield error("--attention-backend", what, "use --attention-backend auto (torch's fused attention) or eager")
     if family.action_horizon > family.num_action_positions:
         what = f"{family.action_horizon} steps, but {family.num_action_positions} positions (--num-action-positions)"
         yield error("--action-horizon", what, f"use --action-horizon {family.num_action_positions} or less")

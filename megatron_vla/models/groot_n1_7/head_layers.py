@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megatron_vla.models.common.attention import AttentionBackend
+from megatron_vla.models.common.attention_mask import AttentionBackend
 from megatron_vla.models.common.decoder_layer import KeyValue
 from megatron_vla.models.common.dropout import Dropout, twice
 from megatron_vla.models.common.feed_forward import FeedForward
@@ -47,7 +47,7 @@ class VisionLanguageLayer(nn.Module):
     def forward(self, hidden_BSH: Tensor, num_tokens: int, mask_B11S: Tensor | None) -> Tensor:
         """Residual stream -> residual stream."""
         tokens_BSH = gather_samples(self.norm1(hidden_BSH), num_tokens, self.tensor_parallel)
-        attended = self.attention.read(tokens_BSH, self.attention.key_value(tokens_BSH), mask_B11S)
+        attended = self.attention.read(tokens_BSH, None, mask_B11S)
         hidden_BSH = hidden_BSH + self.dropout(attended)
         return hidden_BSH + self.mlp(self.norm2(hidden_BSH))
 
@@ -97,6 +97,5 @@ class DitBlock(nn.Module):
     ) -> Tensor:
         """`forward` with keys and values that were computed before (sampling does so once for all steps)."""
         tokens_BZH = gather_samples(self.norm1(hidden_BZH, condition_BC, owners), num_tokens, self.tensor_parallel)
-        memory = self.attention.key_value(tokens_BZH) if memory is None else memory
         hidden_BZH = hidden_BZH + self.dropout(self.attention.read(tokens_BZH, memory, mask_B11K))
         return hidden_BZH + self.mlp(self.norm2(hidden_BZH))

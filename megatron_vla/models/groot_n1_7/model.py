@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_vla.models.common.attention import AttentionBackend, key_mask
+from megatron_vla.models.common.attention_mask import AttentionBackend, key_mask, without_mask
 from megatron_vla.models.common.decoder_layer import KeyValue
 from megatron_vla.models.common.embodiment import EmbodimentActionEncoder, EmbodimentGroups, EmbodimentMlp
 from megatron_vla.models.common.flow_matching import integer_time_code, interpolate
@@ -78,6 +78,8 @@ class GrootN17Model(nn.Module):
         self.config = config
         self.tensor_parallel = tensor_parallel
         width, head = config.dit_hidden_size, config.head_hidden_size
+        # Its masks are dense: --attention-backend chooses between torch's fused attention and the reference (see check.py).
+        attention_backend = without_mask(attention_backend)
         parts = (config, attention_backend, tensor_parallel)
         self.vision_tower = VisionTower(*parts)
         self.token_embedding = build_token_embedding(config, tensor_parallel)
@@ -121,9 +123,12 @@ class GrootN17Model(nn.Module):
         actions_BTA, noise_BTA = self.flow_inputs(batch)
         x_BTA = interpolate(noise_BTA, actions_BTA, batch.time_B.to(self.interface_dtype))
         features_BSH = self.backbone(batch)
+        return self.squared_errors(batch, self.head(batch, features_BSH, x_BTA))
+
+    def head(self, batch: GrootN17Batch, features_BSH: Tensor, x_BTA: Tensor) -> Tensor:
+        """Velocity [B, T, A] from the backbone's features and the noisy actions of the batch's flow times."""
         with self.autocast(features_BSH.device):
-            velocity_BTA = self.velocity(batch, self.memory(batch, features_BSH), x_BTA, self.time_step(batch.time_B))
-        return self.squared_errors(batch, velocity_BTA)
+            return self.velocity(batch, self.memory(batch, features_BSH), x_BTA, self.time_step(batch.time_B))
 
     def squared_errors(self, batch: GrootN17Batch, velocity_BTA: Tensor) -> Tensor:
         """Loss elements [B, T, A]: predicted velocity against data minus noise."""

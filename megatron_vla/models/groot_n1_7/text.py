@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron_vla.models.common.attention import AttentionBackend, attend, causal_mask
+from megatron_vla.models.common.attention import attend
+from megatron_vla.models.common.attention_mask import AttentionBackend, causal_mask
 from megatron_vla.models.common.decoder_layer import AttentionProjections, GatedMlp
 from megatron_vla.models.common.normalization import RMSNorm
 from megatron_vla.models.common.precision import dtype_of
@@ -54,10 +55,8 @@ class TextLayer(nn.Module):
         # A trained layer above frozen ones may have another dtype.
         hidden_BSH = hidden_BSH.to(dtype_of(self.mlp.down_proj))
         tokens_BSH = self.attention.tokens(self.input_norm(hidden_BSH), plan.rotary)
-        query = self.attention.query(tokens_BSH, plan.rotary)
-        attended_BSH = attend(
-            query, *self.attention.key_value(tokens_BSH, plan.rotary), plan.mask_B1SS.to(query.dtype), self.backend
-        )
+        query, key_value = self.attention.query_key_value(tokens_BSH, plan.rotary)
+        attended_BSH = attend(query, *key_value, plan.mask_B1SS.to(query.dtype), self.backend)
         hidden_BSH = hidden_BSH + self.attention.o_proj(attended_BSH.masked_fill(plan.is_padding_BS1, 0.0))
         return hidden_BSH + self.mlp(self.post_attention_norm(hidden_BSH))
 

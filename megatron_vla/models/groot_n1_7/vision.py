@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_vla.models.common.attention import AttentionBackend
+from megatron_vla.models.common.attention_mask import AttentionBackend
 from megatron_vla.models.common.feed_forward import FeedForward
 from megatron_vla.models.common.normalization import LayerNorm
 from megatron_vla.models.common.rotary import plane_rotary_table

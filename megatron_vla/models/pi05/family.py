@@ -11,9 +11,23 @@ from megatron_vla.models.pi05.check import check
 from megatron_vla.models.pi05.config import VARIANTS, Pi05Config
 from megatron_vla.models.pi05.convert import CONVERTER
 from megatron_vla.models.pi05.forward_step import BATCH_FIELDS, METRIC_NAMES, forward_step
+from megatron_vla.models.pi05.model import vision_sizes
 from megatron_vla.models.registry import ModelFamily, SampleRules
 
 GROOT_FLAGS = ("embodiment_tag", "embodiment_id", "modality_config", "language_key")
+
+# Images enter through the tower once and reach every token; the rest is small, and is the action interface or its condition.
+FP8_EXCLUDED_NAMES = (
+    "vision_tower",
+    "vision_projector",
+    "action_in_proj",
+    "action_out_proj",
+    "time_mlp_in",
+    "time_mlp_out",
+    "layers.*.suffix.input_norm",
+    "layers.*.suffix.post_attention_norm",
+    "suffix_norm",
+)
 
 FAMILY = ModelFamily(
     name="pi05",
@@ -25,6 +39,9 @@ FAMILY = ModelFamily(
     check=check,
     converter=CONVERTER,
     block_names=("vision_tower.layers.*", "layers.*"),
+    fp8_excluded_names=FP8_EXCLUDED_NAMES,
+    backbone_functions=("vision_tower.forward", "backbone"),
+    group_functions=("vision_tower.embeddings.forward", "embed_suffix", "read_out"),
     metric_names=METRIC_NAMES,
     pipeline_units=pipeline_units,
     batch_fields=BATCH_FIELDS,
@@ -37,4 +54,5 @@ FAMILY = ModelFamily(
         report_fields=stacked_fields,
         unused_flags=dict.fromkeys(GROOT_FLAGS, "it belongs to groot_n1_7"),
     ),
+    image_tokens=lambda config: vision_sizes(config).num_patches,
 )
