@@ -79,6 +79,14 @@ class SamplePreprocessor(Protocol):
         ...
 
 
+class SizedPreprocessor(SamplePreprocessor, Protocol):
+    """One that knows how large a sample will be."""
+
+    def size_of(self, instruction: str, state_D: np.ndarray) -> SampleSize:
+        """Images and prompt tokens, without decoding."""
+        ...
+
+
 class EpisodeSource(SampleSource, Protocol):
     """Samples that come out of episodes."""
 
@@ -137,7 +145,9 @@ class RobotSource:
         """See `SampleSource`. Raises SampleError."""
         row = self._row(index)
         try:
-            return self.preprocessor.size_of(self.dataset.instruction(row), self.dataset.state_ND[row])
+            # Only families whose batches can be packed get here, and theirs tells sizes.
+            preprocessor = cast(SizedPreprocessor, self.preprocessor)
+            return preprocessor.size_of(self.dataset.instruction(row), self.dataset.state_ND[row])
         except Exception as problem:
             raise SampleError(f"{self.where(index)}: {type(problem).__name__}: {problem}") from problem
 

@@ -283,6 +283,9 @@ class UntrainedStage:
     def gather_parameters(self) -> None:
         """Nothing changes."""
 
+    def after_replay(self) -> None:
+        """Nothing changes."""
+
 
 def _bucket_megabytes(module: nn.Module, parallel: ParallelConfig) -> float:
     """torch DDP's bucket size in MiB: --ddp-bucket-size elements; everything at once without --overlap-grad-reduce."""
