@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.nn import functional as F
 
 from megatron_vla.config.run import RunConfig
@@ -64,7 +65,9 @@ def warm_up(
         started = time.perf_counter()
         model.zero_gradients()
         batches: list[Any] = [form] * count
-        schedule.run(family.forward_step, iter(batches), count)
+        # Dropout draws here too, but training must draw what it would without a warm-up.
+        with torch.random.fork_rng([groups.device] if groups.device.type == "cuda" else []):
+            schedule.run(family.forward_step, iter(batches), count)
         model.finish_gradients()
         model.zero_gradients()
         report(f"compiled for {name} in {time.perf_counter() - started:.1f} s")

@@ -16,6 +16,9 @@ from megatron_vla.models.groot_n1_7.samples import mock_prompt_tokens, num_image
 # Sizes that may be zero.
 _FREE = {"vl_num_layers", "tune_top_llm_layers", "padding_token", "image_token"}
 
+# Where a forward pass draws dropout masks; "*" stands for any of them.
+DROPPING_MODULES = ("vl_layers", "dit_layers", "*")
+
 
 def check(config: RunConfig) -> list[Finding]:
     """Everything wrong with the family's section; reads headers of --pretrained-checkpoint, builds no weights."""
@@ -106,6 +109,7 @@ def _recipe_findings(config: RunConfig) -> Iterator[Finding]:
     if backend not in ("auto", "sdpa", "eager"):
         what = f"{backend} describes a sample by its keys alone, but the text tower is causal"
         yield error("--attention-backend", what, "use --attention-backend auto (torch's fused attention) or eager")
+    yield from _captured_dropout_findings(config)
     if family.action_horizon > family.num_action_positions:
         what = f"{family.action_horizon} steps, but {family.num_action_positions} positions (--num-action-positions)"
         yield error("--action-horizon", what, f"use --action-horizon {family.num_action_positions} or less")
@@ -122,6 +126,22 @@ def _recipe_findings(config: RunConfig) -> Iterator[Finding]:
     tuned = (family.tune_llm, family.tune_visual, family.tune_top_llm_layers, family.tune_projector)
     if not any((*tuned, family.tune_diffusion_model, family.tune_vlln)):
         yield error("--tune-llm, ...", "nothing is trained", "leave --no-tune-diffusion-model out")
+
+
+def _captured_dropout_findings(config: RunConfig) -> Iterator[Finding]:
+    """Where dropout needs more than torch's own generator, which a captured graph advances with every replay."""
+    optimization = config.optimization
+    if optimization.runner == "eager" or config.family.dropout == 0:
+        return
+    fix = "use --dropout 0, or --runner eager"
+    if config.parallel.tensor_model_parallel_size > 1:
+        what = f"{optimization.runner} with --tensor-model-parallel-size: the host swaps the generators that dropout draws from"
+        yield error("--runner", what, fix)
+    patterns = optimization.activation_checkpoint_module_patterns
+    redrawn = [pattern for pattern in patterns if pattern.split(".")[0] in DROPPING_MODULES]
+    if redrawn:
+        what = f"{' '.join(redrawn)} with --runner {optimization.runner}: recomputation reads and sets the state of a generator"
+        yield error("--activation-checkpoint-module-patterns", what, fix)
 
 
 def _data_findings(config: RunConfig) -> Iterator[Finding]:

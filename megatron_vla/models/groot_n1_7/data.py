@@ -18,6 +18,8 @@ UNUSED_FLAGS = {
     "normalization_variant": "--use-percentiles and the modality configuration decide",
     "image_resize": "use --image-filter",
     "num_images": "there are no empty picture slots: every sample has its own pictures",
+    "mock_camera_counts": "mock samples have --mock-num-cameras pictures",
+    "mock_min_prompt_length": "mock prompts have --mock-prompt-length words",
     "prompt_state": "the state is an input of its own; see --exclude-state",
 }
 

@@ -14,7 +14,7 @@ from megatron_vla.models.pi05.forward_step import BATCH_FIELDS, METRIC_NAMES, fo
 from megatron_vla.models.pi05.model import vision_sizes
 from megatron_vla.models.registry import ModelFamily, SampleRules
 
-GROOT_FLAGS = ("embodiment_tag", "embodiment_id", "modality_config", "language_key")
+GROOT_FLAGS = ("embodiment_tag", "embodiment_id", "modality_config", "language_key", "mock_num_embodiments")
 
 # Images enter through the tower once and reach every token; the rest is small, and is the action interface or its condition.
 FP8_EXCLUDED_NAMES = (
