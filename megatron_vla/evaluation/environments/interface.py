@@ -2,7 +2,7 @@
 
 A simulator's module (ENVIRONMENTS, imported when it is first asked for) has one object `BACKEND = EnvironmentBackend(...)`. Its
 `build` makes one simulator (`Environment`), which runs any task of the suite, one trial at a time; `StackedEnvironment` and the
-worker processes of the rollout make vectors of them. A simulator that is batched by itself (Isaac Lab) gives `build_vector` instead.
+worker processes of the rollout make vectors of them. A simulator that is batched by itself (Isaac Lab) gives `build_vector`.
 
 There is no automatic reset: a slot whose trial has ended is reset by whoever drives it, so the observation of a step always
 belongs to the trial that was stepped.
@@ -78,7 +78,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Observation:
-    """What a policy sees. images: camera (named as in the backend's datasets) -> uint8 [H, W, 3]; state_D: float32, physical."""
+    """What a policy sees. images: camera (as in the backend's datasets) -> uint8 [H, W, 3]; state_D: float32, physical."""
 
     images: Mapping[str, np.ndarray]
     state_D: np.ndarray
@@ -104,7 +104,7 @@ class Environment(Protocol):
     def step(self, action_A: np.ndarray, render: bool = True) -> StepResult:
         """Hold one physical action float32 [A] for `action_repeat` control steps.
 
-        `succeeded` when the task succeeded in any of them. `render=False` leaves `images` empty: inside an action chunk nobody looks.
+        `succeeded` when the task succeeded in any of them. `render=False` leaves `images` empty: inside a chunk nobody looks.
         """
         ...
 
@@ -151,8 +151,9 @@ class VectorEnvironment(Protocol):
 class EnvironmentBackend:
     """A simulator as the rest of the project knows it. Nothing here needs the simulator's packages to be installed.
 
-    suites: names, the default first (Gymnasium: empty, any id goes).  tasks(settings): the chosen tasks in official order, raises
-    ValueError naming near ones.  build(settings): one simulator; ValueError with the pip command when its package is missing.
+    suites: names, the default first (Gymnasium: empty, any id goes).
+    tasks(settings): the chosen tasks in official order; ValueError naming near ones for an unknown name.
+    build(settings): one simulator; ValueError with the pip command when its package is missing.
     cameras, state_names, action_names: what observations hold and what the recorder writes.  fps(settings): actions per second.
     """
 
