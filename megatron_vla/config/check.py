@@ -1,4 +1,4 @@
-"""Cross-section rules. They read the configuration and the file system only: no CUDA, no process group, no model.
+"""Cross-section rules. They read the configuration and the file system only: no CUDA, no process group, no weights.
 
 Every rule yields a `Finding` that names the flag and a value that works, and all of them are reported at once.
 """
@@ -20,6 +20,7 @@ from megatron_vla.config.run import RunConfig
 from megatron_vla.config.training import LoggingConfig
 from megatron_vla.data.mock import FIRST_TOKEN, NUM_PHASES
 from megatron_vla.findings import Finding, error, warning
+from megatron_vla.optimizations.check import module_pattern_findings
 from megatron_vla.parallel.groups import layout_size_findings
 from megatron_vla.parallel.stage_plan import layout_findings
 
@@ -39,7 +40,10 @@ def check(config: RunConfig, family: Any, world_size: int) -> list[Finding]:
         findings += _global_batch(config, world_size)
         findings += _pipeline(config, family, world_size)
         findings += _data_parallel(config, world_size)
-    findings += family.check(config)
+    own = family.check(config)
+    findings += own
+    if not any(finding.severity == "error" for finding in own):
+        findings += module_pattern_findings(config, family)
     return findings
 
 

@@ -13,6 +13,8 @@ class ModelFamily:
     """What the rest of the project needs to know of a model family, and all it may know.
 
     build(config: RunConfig, groups: ParallelGroups) -> nn.Module, randomly initialised from config.training.seed.
+    skeleton(config: RunConfig) -> nn.Module: the whole model on the meta device, which costs no memory; its module names are
+        those of every layout.
     forward_step(data_iterator, model) -> (output, loss_func): Megatron's contract; loss_func(output) returns
         (loss_sum, num_valid_elements, metrics), device tensors of shape [] each.
     check(config) -> list[Finding]: the family's own rules, before anything is built.
@@ -27,6 +29,7 @@ class ModelFamily:
     config_type: type
     variants: Mapping[str, Mapping[str, Any]]
     build: Callable[..., Any]
+    skeleton: Callable[..., Any]
     forward_step: Callable[..., Any]
     check: Callable[..., Any]
     converter: Any

@@ -153,6 +153,20 @@ def test_each_rule_names_its_flag_and_a_way_out(words: list[str], where: str, sa
     assert says in errors_of(*words)[where]
 
 
+@pytest.mark.parametrize(
+    ("patterns", "says"),
+    [
+        (("vision_tower.layer.*",), "nearest names: vision_tower.layers.*"),
+        (("layers.*", "layers.0.prefix"), "layers.0.prefix lies inside layers.0"),
+    ],
+)
+def test_module_patterns_are_checked_before_any_process_group(patterns: tuple[str, ...], says: str) -> None:
+    flag = "--activation-checkpoint-module-patterns"
+    # Four ranks: the names are those of the whole model, whatever a stage will hold.
+    assert says in errors_of(flag, *patterns, "--pipeline-model-parallel-size", "2", world_size=4)[flag]
+    assert not errors_of(flag, "layers.*", "vision_tower.layers.*")
+
+
 def test_wandb_without_credentials_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

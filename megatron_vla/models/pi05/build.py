@@ -92,6 +92,12 @@ def build_module(
     )
 
 
+def skeleton(config: RunConfig) -> Pi05Model:
+    """The whole model of these flags on the meta device."""
+    with torch.device("meta"):
+        return build_module(config.family)
+
+
 def build(config: RunConfig, groups: Any = None) -> Pi05Model:
     """Pi0.5 on this rank's device (`groups.device`; CPU without groups), drawn from --seed whatever the rank.
 

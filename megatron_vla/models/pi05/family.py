@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_vla.models.pi05.build import build, pipeline_units
+from megatron_vla.models.pi05.build import build, pipeline_units, skeleton
 from megatron_vla.models.pi05.check import check
 from megatron_vla.models.pi05.config import VARIANTS, Pi05Config
 from megatron_vla.models.pi05.convert import CONVERTER
@@ -14,6 +14,7 @@ FAMILY = ModelFamily(
     config_type=Pi05Config,
     variants=VARIANTS,
     build=build,
+    skeleton=skeleton,
     forward_step=forward_step,
     check=check,
     converter=CONVERTER,
