@@ -23,6 +23,10 @@ class ModelFamily:
     metric_names: names of the metrics that loss_func returns; stages without a loss need to know how many there are.
     pipeline_units(config: RunConfig) -> ModelUnits: the model's parts with their FLOPs, for the stage plan.
     batch_fields: names of the Batch tensors that forward_step reads.
+    sample_actions(model, batch, num_steps, noise_BTA) -> normalised actions [B, T, A], without drawing anything; None: the
+        family cannot act yet.
+    num_inference_steps(family_config) -> int: denoising steps unless a flag says otherwise.
+    inference_methods: methods of the model that `sample_actions` spends its time in; serving compiles each of them whole.
     """
 
     name: str
@@ -37,6 +41,9 @@ class ModelFamily:
     metric_names: tuple[str, ...]
     pipeline_units: Callable[..., Any]
     batch_fields: frozenset[str]
+    sample_actions: Callable[..., Any] | None = None
+    num_inference_steps: Callable[[Any], int] | None = None
+    inference_methods: tuple[str, ...] = ()
 
 
 MODEL_FAMILIES: dict[str, str] = {"pi05": "megatron_vla.models.pi05.family"}

@@ -7,6 +7,7 @@ from megatron_vla.models.pi05.check import check
 from megatron_vla.models.pi05.config import VARIANTS, Pi05Config
 from megatron_vla.models.pi05.convert import CONVERTER
 from megatron_vla.models.pi05.forward_step import BATCH_FIELDS, METRIC_NAMES, forward_step
+from megatron_vla.models.pi05.model import Pi05Model
 from megatron_vla.models.registry import ModelFamily
 
 FAMILY = ModelFamily(
@@ -22,4 +23,7 @@ FAMILY = ModelFamily(
     metric_names=METRIC_NAMES,
     pipeline_units=pipeline_units,
     batch_fields=BATCH_FIELDS,
+    sample_actions=Pi05Model.sample_actions,
+    num_inference_steps=lambda config: config.num_inference_steps,
+    inference_methods=("prefill", "cached_velocity"),
 )
