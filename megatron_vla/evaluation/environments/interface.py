@@ -192,7 +192,7 @@ def environment_backend(name: str) -> EnvironmentBackend:
 
 
 def chosen_tasks(known: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-    """`names` (all, if empty), in the suite's order. Raises ValueError naming the nearest ones for an unknown or repeated name."""
+    """`names` (all, if empty), in the suite's order. Raises ValueError for a repeated or unknown name, naming near ones."""
     unknown = [name for name in names if name not in known]
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=3) or list(known[:10])

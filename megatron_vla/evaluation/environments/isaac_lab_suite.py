@@ -1,7 +1,7 @@
 """Connector for Isaac Lab: its batched simulation, driven trial by trial through the simulator interface.
 
-Isaac Lab is not a dependency: it is imported when the first trial begins, in a process of its own, as it demands (AppLauncher before
-anything else of it, one per process). Written for manager-based environments of Isaac Lab 2 and 3, after their documentation:
+Isaac Lab is not a dependency: it is imported when the first trial begins, in a process of its own, as it demands (AppLauncher
+before anything else of it, one per process). Written for manager-based environments of Isaac Lab 2 and 3, after their documentation:
 `reset(seed, env_ids)`, five-tuple steps of batched tensors, `termination_manager.get_term`.
 
 --eval-suite is the id of its task (Isaac-Lift-Cube-Franka-v0). --eval-options (each KEY=JSON):
@@ -12,8 +12,8 @@ anything else of it, one per process). Written for manager-based environments of
     fps           actions per second
     device        device of the simulation (default "cuda:0")
 
-Isaac Lab resets an environment by itself inside the step that ends it, and returns the first observation of the next episode. So
-a slot whose step ended is reported as ended, its observation is not used, and it is reset again with its next trial's seed.
+Isaac Lab resets an environment by itself inside the step that ends it, and returns the first observation of the next episode.
+So a slot whose step ended is reported as ended, its observation is not used, and it is reset again with its next trial's seed.
 
 Shape legend: N = E environments, H height, W width, D state, A action.
 """

@@ -1,6 +1,6 @@
 """MetaWorld behind the simulator interface: mt10 (its ten multi-task tasks), mt50 (all), mt1 (one task of your choice).
 
-Placements are drawn from a trial's seed; MetaWorld has no official list of initial states. Its own horizon is 500 control steps.
+Placements are drawn from a trial's seed; MetaWorld has no official list of initial states. Its horizon is 500 control steps.
 """
 
 from __future__ import annotations
