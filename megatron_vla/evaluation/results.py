@@ -128,14 +128,8 @@ def markdown(report: Mapping[str, Any], title: str) -> str:
         low, high = row["interval_95"]
         success = "-" if row["success"] is None else f"{row['success']:.0%}"
         steps = row["mean_steps_of_successes"]
-        failed = f" (+{row['errors']} errors)" if row["errors"] else ""
-        cells = (
-            row["task"],
-            success,
-            f"{low:.0%} to {high:.0%}",
-            f"{row['trials']}{failed}",
-            "" if steps is None else f"{steps:.0f}",
-        )
+        trials = f"{row['trials']} (+{row['errors']} errors)" if row["errors"] else str(row["trials"])
+        cells = (row["task"], success, f"{low:.0%} to {high:.0%}", trials, "" if steps is None else f"{steps:.0f}")
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"* {name}: {value}" for name, value in report["facts"].items())]
     return "\n".join(lines) + "\n"

@@ -43,7 +43,7 @@ class Share:
 class PairedTest:
     """Exact McNemar test of a new policy against a reference on the same trials.
 
-    gained: only the new one succeeded; lost: only the reference did. Trials with equal outcome say nothing about the difference.
+    gained: only the new one succeeded; lost: only the reference did. Equal outcomes say nothing.
     """
 
     gained: int

@@ -1,7 +1,7 @@
 """Connector for Isaac Lab: its batched simulation, driven trial by trial through the simulator interface.
 
 Isaac Lab is not a dependency: it is imported when the first trial begins, in a process of its own, as it demands (AppLauncher
-before anything else of it, one per process). Written for manager-based environments of Isaac Lab 2 and 3, after their documentation:
+before anything else of it, one per process). Written for manager-based environments of Isaac Lab 2 and 3, as documented:
 `reset(seed, env_ids)`, five-tuple steps of batched tensors, `termination_manager.get_term`.
 
 --eval-suite is the id of its task (Isaac-Lift-Cube-Franka-v0). --eval-options (each KEY=JSON):
