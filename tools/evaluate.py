@@ -3,19 +3,13 @@
     python tools/evaluate.py --checkpoint outputs/quickstart/checkpoints --eval-suite mt10 --eval-trials-per-task 20
     python tools/evaluate.py --checkpoint outputs/quickstart/checkpoints --replay 64
 
-A run that was killed goes on where it was. Exit status: 0 evaluated or promoted, 1 error, 3 rejected by --eval-gate, 4 replay found
-a difference.
+A run that was killed goes on where it was. Exit status: 0 evaluated or promoted, 1 error, 3 rejected by --eval-gate, 4 replay
+found a difference.
 """
 
 from __future__ import annotations
 
-import sys
-
-from megatron_vla.evaluation.command import main
-from megatron_vla.findings import CheckError
+from runpy import run_module
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except (ValueError, CheckError) as failure:
-        raise SystemExit(f"error: {failure}") from None
+    run_module("megatron_vla.evaluation", run_name="__main__")

@@ -81,7 +81,7 @@ def evaluate(
     if policy is None and not backend.has_expert:
         raise ValueError(f"--policy expert: {backend.name} has no scripted expert")
     if policy is not None:
-        compatibility(policy, backend, settings, config)
+        compatibility(policy.preprocessor.settings, backend, settings, config)
     replan = config.eval_replan_interval or max(1, (policy.action_horizon if policy else 16) // 2)
     trials = list_trials(tasks, config.eval_trials_per_task, config.eval_seed, settings)
     description = {

@@ -51,7 +51,7 @@ class CommandConfig:
     """Folder of results, gone on with if it holds this evaluation. Not set: SAVE/evaluation/iter_N of the checkpoint."""
 
     baseline: str | None = None
-    """Evaluation folder to compare with. Not set: that of the promoted checkpoint of the same --save folder, if there is one."""
+    """Evaluation folder to compare with. Not set: that of the promoted checkpoint of the same --save folder."""
 
     dataset: str | None = None
     """Which dataset's preprocessing, for a checkpoint of a mixture."""

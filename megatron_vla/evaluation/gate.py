@@ -4,8 +4,8 @@
     SAVE/evaluation/status.json              {iteration: {"status", "success", ...}} of everything that was evaluated
     SAVE/evaluation/iter_0001000/            one evaluation (results.py), with verdict.json
 
-The baseline is the checkpoint that is promoted now. Both ran the same trials from the same starts, so they are compared in pairs
-by the exact McNemar test.
+The baseline is the checkpoint that is promoted now. Both ran the same trials from the same starts, so they are compared in
+pairs by the exact McNemar test.
 """
 
 from __future__ import annotations

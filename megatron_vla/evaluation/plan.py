@@ -6,15 +6,22 @@ import dataclasses
 import json
 import platform
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 
 from megatron_vla.config.evaluation import EvaluationConfig
-from megatron_vla.evaluation.environments.interface import EnvironmentBackend, EnvironmentSettings, TaskSpec, Trial
-from megatron_vla.evaluation.policy import Policy
+from megatron_vla.data.preprocess import Preprocessor, PreprocessSettings
+from megatron_vla.evaluation.environments.interface import (
+    EnvironmentBackend,
+    EnvironmentSettings,
+    TaskSpec,
+    Trial,
+    environment_backend,
+)
+from megatron_vla.findings import Finding, error
 from megatron_vla.version import __version__
 
 
@@ -69,14 +76,16 @@ def parse_camera_names(entries: Sequence[str]) -> dict[str, str]:
     return {left: right for left, _, right in pairs}
 
 
-def compatibility(policy: Policy, backend: EnvironmentBackend, settings: EnvironmentSettings, config: EvaluationConfig) -> None:
+def compatibility(
+    own: PreprocessSettings, backend: EnvironmentBackend, settings: EnvironmentSettings, config: EvaluationConfig
+) -> None:
     """Raise ValueError when the checkpoint cannot be meant for this simulator: cameras, state, actions, rate."""
-    own = policy.preprocessor.settings
+    cameras = tuple(key for key in own.camera_keys if key)
     names = parse_camera_names(config.eval_camera_map)
-    unknown = [key for key in names if key not in policy.camera_keys]
+    unknown = [key for key in names if key not in cameras]
     if unknown:
-        raise ValueError(f"--eval-camera-map {unknown[0]}: the checkpoint has cameras {', '.join(policy.camera_keys)}")
-    missing = [camera for key in policy.camera_keys if (camera := names.get(key, key)) not in backend.cameras]
+        raise ValueError(f"--eval-camera-map {unknown[0]}: the checkpoint has cameras {', '.join(cameras)}")
+    missing = [camera for key in cameras if (camera := names.get(key, key)) not in backend.cameras]
     if backend.cameras and missing:
         raise ValueError(
             f"the checkpoint needs camera {', '.join(missing)}; {backend.name} has {', '.join(backend.cameras)} "
@@ -105,3 +114,15 @@ def package_versions(backend: EnvironmentBackend) -> dict[str, str]:
         except PackageNotFoundError:
             versions[package] = "not installed"
     return versions
+
+
+def plan_findings(config: EvaluationConfig, preprocessor: Preprocessor) -> Iterator[Finding]:
+    """What --eval-interval would stumble over after hours of training: suite, tasks, cameras, widths, rate."""
+    try:
+        backend = environment_backend(config.eval_environment)
+        settings = environment_settings(config, backend)
+        backend.tasks(settings)
+        compatibility(preprocessor.settings, backend, settings, config)
+    except ValueError as problem:
+        what, _, fix = str(problem).partition(" -> ")
+        yield error("--eval-interval", what, fix or "correct the --eval-* flags")

@@ -1,5 +1,6 @@
-"""Replay: training samples through the serving path. The model must see the very same tensors, and its actions are compared with
-the recorded ones in physical units.
+"""Replay: training samples through the serving path.
+
+The model must see the very same tensors, and its actions are compared with the recorded ones in physical units.
 
 The serving path is the whole one: the observation is encoded and decoded as a client's message, then preprocessed as a request.
 

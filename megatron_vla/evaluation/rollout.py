@@ -18,7 +18,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_vla.evaluation.environments.interface import EnvironmentBackend, EnvironmentSettings, Observation, TaskSpec, Trial
+from megatron_vla.evaluation.environments.interface import (
+    ENVIRONMENTS,
+    EnvironmentBackend,
+    EnvironmentSettings,
+    Observation,
+    TaskSpec,
+    Trial,
+)
 from megatron_vla.evaluation.worker import Advance, Reset, Worker, WorkerError, WorkerReport
 
 MAX_ATTEMPTS = 3
@@ -170,7 +177,7 @@ class Rollout:
 
     def _start_worker(self) -> None:
         count = self.settings.environments_per_worker
-        worker = Worker(self.backend.name, self.environment, count, self.settings.gl)
+        worker = Worker(ENVIRONMENTS[self.backend.name], self.environment, count, self.settings.gl)
         self._workers[worker] = [_Slot() for _ in range(count)]
         self._refill(worker, self._workers[worker])
 

@@ -25,7 +25,7 @@ from megatron_vla.evaluation.environments.interface import (
     Trial,
     VectorEnvironment,
     build_vector,
-    environment_backend,
+    load_backend,
 )
 
 FILM_SIDE = 160  # pixels
@@ -132,13 +132,13 @@ def _film(environment: VectorEnvironment, reports: Sequence[SlotReport | None], 
                 report.film.append(small_picture(picture))
 
 
-def _serve(connection: Connection, backend: str, settings: EnvironmentSettings, num_environments: int, gl: str | None) -> None:
+def _serve(connection: Connection, module: str, settings: EnvironmentSettings, num_environments: int, gl: str | None) -> None:
     """Body of the process."""
     if gl is not None:
         os.environ["MUJOCO_GL"] = gl
     environment: VectorEnvironment | None = None
     try:
-        environment = build_vector(environment_backend(backend), settings, num_environments)
+        environment = build_vector(load_backend(module), settings, num_environments)
         while (command := connection.recv()) is not None:
             started = time.perf_counter()
             report = reset_slots(environment, command) if isinstance(command, Reset) else advance_slots(environment, command)
@@ -159,14 +159,14 @@ def _serve(connection: Connection, backend: str, settings: EnvironmentSettings, 
 class Worker:
     """One simulator process as the evaluation sees it."""
 
-    def __init__(self, backend: str, settings: EnvironmentSettings, num_environments: int, gl: str | None) -> None:
+    def __init__(self, module: str, settings: EnvironmentSettings, num_environments: int, gl: str | None) -> None:
         context = get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.num_environments = num_environments
         self.last_task: str | None = None
         self.deadline = float("inf")
         self.process: Any = context.Process(
-            target=_serve, args=(theirs, backend, settings, num_environments, gl), daemon=True, name="simulator"
+            target=_serve, args=(theirs, module, settings, num_environments, gl), daemon=True, name="simulator"
         )
         self.process.start()
         theirs.close()

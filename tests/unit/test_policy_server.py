@@ -134,15 +134,16 @@ def broken_messages(good: bytes, count: int) -> Iterator[bytes | str]:
     """Cut, flipped, random, nested and well-formed but wrong messages."""
     generator = random.Random(5)
     picture = np.zeros((4, 4, 3), np.uint8)
+    fine = {"prompt": "x", "observation.images.top": picture, "observation.images.wrist": picture, "observation.state": [0] * 4}
     wrong: list[Any] = [
         None,
         [],
         {},
         7,
         {"prompt": 3},
-        {"prompt": "x", "observation.images.top": picture, "observation.images.wrist": "no", "observation.state": [1]},
-        {"prompt": "x", "observation.images.top": picture, "observation.images.wrist": picture, "observation.state": [1, 2]},
-        {"prompt": "x", "observation.images.top": picture, "observation.images.wrist": picture, "observation.state": [np.nan] * 4},
+        {**fine, "observation.images.wrist": "no"},
+        {**fine, "observation.state": [1, 2]},
+        {**fine, "observation.state": [np.nan] * 4},
         {"prompt": "x" * 5000, "observation.images.top": picture},
         {b"__ndarray__": True, b"data": b"123", b"dtype": "<f4", b"shape": [1]},
         {b"__ndarray__": True, b"data": b"", b"dtype": "|O", b"shape": [0]},
@@ -216,7 +217,7 @@ def test_model_failure_is_answered(policy: Policy, monkeypatch: pytest.MonkeyPat
         client = client_of(server)
         with monkeypatch.context() as patch:
             patch.setattr(policy, "infer_prepared", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
-            with pytest.raises(RuntimeError, match="the policy failed .RuntimeError: out of memory"):
+            with pytest.raises(RuntimeError, match=r"the policy failed .RuntimeError: out of memory"):
                 client.infer(message(random_observation(1)))
         assert client.infer(message(random_observation(1)))["actions"].shape == (6, 4)
 

@@ -186,8 +186,13 @@ ENVIRONMENTS: dict[str, str] = {
 def environment_backend(name: str) -> EnvironmentBackend:
     """The simulator called `name`. Raises ValueError naming the known ones."""
     if name not in ENVIRONMENTS:
-        raise ValueError(f"--environment {name}: no such simulator; known: {', '.join(ENVIRONMENTS)}")
-    backend: EnvironmentBackend = import_module(ENVIRONMENTS[name]).BACKEND
+        raise ValueError(f"--eval-environment {name}: no such simulator; known: {', '.join(ENVIRONMENTS)}")
+    return load_backend(ENVIRONMENTS[name])
+
+
+def load_backend(module: str) -> EnvironmentBackend:
+    """The BACKEND of a simulator's module."""
+    backend: EnvironmentBackend = import_module(module).BACKEND
     return backend
 
 
@@ -232,6 +237,7 @@ class StackedEnvironment:
 
     def expert_actions(self, is_active_E: np.ndarray) -> np.ndarray:
         """See VectorEnvironment."""
+        assert np.any(is_active_E), "nobody acts"
         actions = [e.expert_action() if active else None for e, active in zip(self.environments, is_active_E, strict=True)]
         width = max(len(a) for a in actions if a is not None)
         return np.stack([np.zeros(width, np.float32) if a is None else a for a in actions])
