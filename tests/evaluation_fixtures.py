@@ -41,7 +41,7 @@ def write_metaworld_like(root: Path, fps: int = 20) -> Path:
 
 def training_flags(folder: Path, *flags: str) -> list[str]:
     """A run on `write_metaworld_like` that saves under folder/checkpoints."""
-    from preprocess_fixtures import tokenizer_bytes
+    from tests.unit.preprocess_fixtures import tokenizer_bytes
 
     if not (folder / "data").exists():
         write_metaworld_like(folder / "data")

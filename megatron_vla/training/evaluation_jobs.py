@@ -1,8 +1,8 @@
 """Evaluations beside a training run: rank 0 starts one process per checkpoint and looks after it between steps.
 
 No rank ever waits for a rollout: the evaluation reads a saved checkpoint, in a process without any process group, one at a time
-and in the order of the checkpoints. Rank 0 waits for what is left when training ends, after the process groups are closed. A run
-that was killed goes on with its open evaluations when it is resumed.
+and in the order of the checkpoints. Rank 0 waits for what is left when training ends, after the process groups are closed. A
+run that was killed goes on with its open evaluations when it is resumed.
 """
 
 from __future__ import annotations
