@@ -117,9 +117,7 @@ class Loop:
     environment: dict[str, str]
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def run(
-        self, stage: str, command: Sequence[str | Path], stop_after: float | None = None, accept: Sequence[int] = (0,)
-    ) -> int:
+    def run(self, stage: str, command: Sequence[object], stop_after: float | None = None, accept: Sequence[int] = (0,)) -> int:
         """Print and run one command in the repository root; SIGTERM after `stop_after` seconds. SystemExit when it fails."""
         words = [sys.executable, *map(str, command)]
         print(f"\n== {stage}\n$ {shlex.join(words)}", flush=True)
