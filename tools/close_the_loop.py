@@ -111,7 +111,7 @@ class LoopConfig:
 
 @dataclass(frozen=True)
 class StopAfter:
-    """Ends a training by SIGTERM, upon which it saves, `seconds` after its first metrics: loading and compiling do not count."""
+    """Ends a training by SIGTERM (it saves then) `seconds` after its first metrics: loading and compiling do not count."""
 
     seconds: float
     metrics: Path
