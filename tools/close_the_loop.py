@@ -201,7 +201,7 @@ def training_command(config: LoopConfig, output: Path) -> list[object]:
         *("--data-path", output / "demonstrations", "--tokenizer-model", output / "tokenizer.model"),
         *(*CAMERA_MAP, *DATA_FLAGS, "--num-workers", str(max(1, config.num_processes - 2))),
         *("--micro-batch-size", str(config.micro_batch_size), "--lr", str(config.lr), "--lr-warmup-iters", "100"),
-        *("--weight-decay", "0.01", "--ema-decay", "0.998", "--log-interval", "20", *schedule),
+        *("--weight-decay", "0.01", "--ema-decay", "0.995", "--log-interval", "20", *schedule),
         *("--save", save, "--load", save, *shlex.split(config.train_flags)),
     ]
 
