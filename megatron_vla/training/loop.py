@@ -5,6 +5,8 @@ The host never waits for the device inside an interval: losses are read once per
 
 from __future__ import annotations
 
+import functools
+import operator
 import shlex
 import sys
 import time
@@ -26,6 +28,7 @@ from megatron_vla.parallel.groups import ParallelGroups, shorten_timeouts
 from megatron_vla.runner.build import Runner
 from megatron_vla.training.checkpoint import TrainState
 from megatron_vla.training.checkpoint_saving import CheckpointSaver
+from megatron_vla.training.evaluation_jobs import EvaluationJobs
 from megatron_vla.training.logging import Position, RunLogger, WindowTiming, window_record
 from megatron_vla.training.metrics import MetricWindow, peak_memory_gib
 from megatron_vla.training.nonfinite import diagnose
@@ -71,8 +74,10 @@ class TrainingRun:
     watch: RankWatch
 
 
-def train(run: TrainingRun) -> None:
+def train(run: TrainingRun) -> EvaluationJobs | None:
     """Train until --train-iters, --exit-interval or a stop signal; saves at the end when --save is given.
+
+    Returns the evaluations that may still be open (rank 0 with --eval-interval): wait for them after the groups are closed.
 
     Raises NonFiniteError (with the cause) when a loss or gradient was not finite, RuntimeError when a checkpoint cannot be
     written, and torch.OutOfMemoryError with the flags that help.
@@ -81,7 +86,7 @@ def train(run: TrainingRun) -> None:
     logger = RunLogger(run.config, state.iteration) if groups.is_main else None
     try:
         with StopSignals(groups) as signals:
-            _Loop(run, logger, signals).run()
+            return _Loop(run, logger, signals).run()
     except torch.OutOfMemoryError as exception:
         raise torch.OutOfMemoryError(_memory_advice(run.config, exception)) from exception
     finally:
@@ -107,12 +112,14 @@ class _Loop:
         self.saved_at: int | None = run.state.iteration if resumed_here else None
         can_save = run.config.checkpoint.save is not None
         self.saver = CheckpointSaver(run.config, run.groups, run.supply) if can_save else None
+        evaluates = run.config.evaluation.eval_interval is not None and can_save and run.groups.is_main
+        self.evaluations = EvaluationJobs(run.config) if evaluates else None
 
-    def run(self) -> None:
+    def run(self) -> EvaluationJobs | None:
         training = self.config.training
         first = self.state.iteration
         # Opened inside StopSignals: worker processes inherit handlers that leave Ctrl-C to this process.
-        with closing(self._open(self.state.consumed_samples, max(0, training.train_iters - first))) as source:
+        with closing(self._open(self.state.consumed_samples, max(0, training.train_iters - first), first)) as source:
             batches = TimedIterator(source, self.run_parts.watch)
             reason = "all iterations are done"
             while self.state.iteration < training.train_iters:
@@ -126,6 +133,8 @@ class _Loop:
                 leave = training.exit_interval is not None and iteration % training.exit_interval == 0
                 interval = self.config.checkpoint.save_interval
                 save = interval is not None and iteration % interval == 0
+                if self.evaluations is not None:
+                    self._message(self.evaluations.poll())
                 if iteration % self.config.logging.log_interval == 0 or stop or leave or save:
                     self._flush(batches)
                 if save or ((stop or leave) and self.config.checkpoint.save is not None):
@@ -136,20 +145,24 @@ class _Loop:
             self._flush(batches)
             self.signals.finish()
             self._finish(reason)
+        return self.evaluations
 
-    def _open(self, consumed_samples: int, num_iterations: int) -> Any:
-        """This rank's micro-batches (a generator) from a position in the order of samples."""
+    def _open(self, consumed_samples: int, num_iterations: int, iteration: int) -> Any:
+        """This rank's micro-batches (a generator) from a position in the order of samples, after `iteration` steps."""
         groups = self.groups
-        return self.run_parts.supply.iterator(
-            consumed_samples, groups.data_parallel_rank, groups.data_parallel_size, num_iterations, groups.device.type == "cuda"
-        )
+        place = (groups.data_parallel_rank, groups.data_parallel_size, num_iterations, groups.device.type == "cuda")
+        return self.run_parts.supply.iterator(consumed_samples, *place, iteration)
 
     def _step(self, batches: TimedIterator) -> None:
-        learning_rate = self.state.schedule.learning_rate(self.state.consumed_samples)
+        learning_rate = self.state.schedule.learning_rate(self.state.consumed_slots)
         batches.iteration = self.state.iteration + 1
         metrics = self.run_parts.runner.step(batches, learning_rate)
         self.state.iteration += 1
-        self.state.consumed_samples += self.global_batch_size
+        if self.run_parts.supply.packing is None:
+            self.state.consumed_samples += self.global_batch_size
+        else:
+            # Packs hold as many samples as fit: they are counted when the counts of all ranks come together.
+            self.state.empty_slots += self.global_batch_size
         self.window.append(self.state.iteration, learning_rate, metrics)
         self._message(self.run_parts.runner.poll())
         if self.logger is not None:
@@ -167,7 +180,7 @@ class _Loop:
             start = self.state.consumed_samples - (self.state.iteration - bad.iteration + 1) * self.global_batch_size
             # The pass that looks for the cause needs the memory, and nothing is replayed any more.
             self.run_parts.runner.release()
-            with closing(self._open(start, 1)) as again:
+            with closing(self._open(start, 1, bad.iteration - 1)) as again:
                 forward_step = self.run_parts.family.forward_step
                 raise diagnose(self.run_parts.runner.schedule, forward_step, self.groups, again, bad.iteration, bad.loss)
         timing = self._timing(batches.take_waits(), seconds, count)
@@ -183,20 +196,27 @@ class _Loop:
     def _timing(self, waits: list[float], seconds: float, count: int) -> WindowTiming:
         """Worst rank's data wait (with its stages) and memory: one slow loader holds everybody up."""
         gathered: list[Any] = [None] * self.groups.world_size
-        mine = (waits, peak_memory_gib(self.groups.device), self.run_parts.supply.metrics())
+        packs = self.run_parts.supply.pack_window(self.state.iteration - count + 1, self.state.iteration)
+        mine = (waits, peak_memory_gib(self.groups.device), self.run_parts.supply.metrics(), packs)
         dist.all_gather_object(gathered, mine, group=self.groups.host_group)
-        totals = [sum(rank_waits) for rank_waits, _, _ in gathered]
+        totals = [sum(rank_waits) for rank_waits, *_ in gathered]
         worst = totals.index(max(totals))
-        quantiles = [np.quantile(rank_waits or [0.0], [0.5, 0.99]) * 1e3 for rank_waits, _, _ in gathered]
+        quantiles = [np.quantile(rank_waits or [0.0], [0.5, 0.99]) * 1e3 for rank_waits, *_ in gathered]
+        samples, data = count * self.global_batch_size, gathered[worst][2]
+        if packs is not None:
+            whole = functools.reduce(operator.add, [rank_packs for *_, rank_packs in gathered])
+            samples, data = whole.samples, {**data, **whole.metrics()}
+            self.state.consumed_samples += samples
+            self.state.empty_slots -= samples
         return WindowTiming(
             seconds=seconds,
             data_wait_seconds=totals[worst],
             data_wait_rank=worst,
-            peak_memory_gib=max(peak for _, peak, _ in gathered),
-            samples=count * self.global_batch_size,
+            peak_memory_gib=max(peak for _, peak, *_ in gathered),
+            samples=samples,
             data_wait_p50_ms=tuple(float(p50) for p50, _ in quantiles),
             data_wait_p99_ms=tuple(float(p99) for _, p99 in quantiles),
-            data={**gathered[worst][2], **self.run_parts.runner.counters()},
+            data={**data, **self.run_parts.runner.counters()},
         )
 
     def _message(self, lines: list[str]) -> None:
@@ -210,6 +230,9 @@ class _Loop:
         self.run_parts.watch.enter(f"saving the checkpoint of iteration {self.state.iteration}")
         # With overlapped gathers the model's weights are those of the last forward pass until somebody asks.
         self.run_parts.runner.model.gather_parameters()
+        if self.evaluations is not None:
+            # Before the save: it deletes old checkpoints, but none that is marked.
+            self.evaluations.add(self.state.iteration)
         self._message(self.saver.save(self.state))
         self.saved_at = self.state.iteration
         if self.logger is not None:
@@ -223,6 +246,8 @@ class _Loop:
         if self.saver is not None:
             self._message(self.saver.finish())
         self._message(self.run_parts.runner.summary())
+        if self.evaluations is not None:
+            self._message(self.evaluations.poll())
         if self.logger is None:
             return
         curve = self.logger.draw_curve()
