@@ -66,12 +66,12 @@ def _(gradient: Tensor, gate_up: Tensor) -> Tensor:
     return torch.empty_like(gate_up)
 
 
-def _setup_context(context: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-    context.save_for_backward(inputs[0])
+def _setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
 
 
-def _backward(context: Any, gradient: Tensor) -> Tensor:
-    (gate_up,) = context.saved_tensors
+def _backward(ctx: Any, gradient: Tensor) -> Tensor:
+    (gate_up,) = ctx.saved_tensors
     return torch.ops.megatron_vla.gated_gelu_backward(gradient, gate_up)
 
 

@@ -24,6 +24,7 @@ from megatron_vla.findings import Finding, error, warning
 from megatron_vla.optimizations.check import fp8_findings, fp8_module_findings, module_pattern_findings
 from megatron_vla.parallel.groups import layout_size_findings
 from megatron_vla.parallel.stage_plan import layout_findings
+from megatron_vla.runner.check import runner_findings
 
 SMALLEST_MOCK_VOCABULARY = FIRST_TOKEN + NUM_PHASES
 MAX_SEED = 2**63 - 1  # torch's generators take a signed 64-bit seed
@@ -55,6 +56,7 @@ def check(config: RunConfig, family: Any, world_size: int) -> list[Finding]:
         findings += _global_batch(config, world_size)
         findings += _pipeline(config, family, world_size)
         findings += _data_parallel(config, world_size)
+        findings += runner_findings(config, world_size)
     own = family.check(config)
     findings += own
     if not any(finding.severity == "error" for finding in own):

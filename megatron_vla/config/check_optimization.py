@@ -21,6 +21,12 @@ def optimization_findings(config: RunConfig) -> Iterator[Finding]:
             f"flash_attn: none of the packages {', '.join(FLASH_ATTENTION_PACKAGES)} is installed",
             "install one, or use --attention-backend auto",
         )
+    if optimization.report_memory and config.parallel.pipeline_model_parallel_size > 1:
+        yield error(
+            "--report-memory",
+            "measures a whole model, and a pipeline stage is a part",
+            "use --pipeline-model-parallel-size 1, with --tensor-model-parallel-size if it does not fit",
+        )
     if optimization.compile:
         yield from _compile(config)
         return

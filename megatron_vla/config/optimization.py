@@ -42,8 +42,22 @@ class OptimizationConfig:
     activation_checkpoint_module_patterns: tuple[str, ...] = ()
     """Modules whose activations are recomputed in backward: dotted names, '*' stands for one segment."""
 
+    report_memory: bool = False
+    """Do not train: measure what recomputing each kind of module saves and costs on one micro-batch, recommend patterns for
+    --micro-batch-size, and end."""
+
     allow_tf32: bool = False
     """Let fp32 matmuls and convolutions use TF32 on GPUs (openpi and LeRobot trainers do)."""
+
+    runner: Literal["eager", "full_iteration_graph"] = "eager"
+    """eager: kernels are launched one by one. full_iteration_graph: forward, backward, reductions and update of a step are
+    captured in one CUDA graph per batch shape and launched at once; same updates, no host time between kernels."""
+
+    cuda_graph_warmup_steps: int = 3
+    """With a graph runner: training steps that run eagerly before the first capture."""
+
+    cuda_graph_max_buckets: int = 4
+    """With a graph runner: batch shapes that get a graph of their own; steps of further shapes run eagerly, counted."""
 
     fp8: Literal["torchao", "native", "transformer_engine"] | None = None
     """Compute linear layers in FP8 (H100 or newer, with --bf16; parameters stay bf16). torchao: the package's products.

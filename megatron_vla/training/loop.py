@@ -23,7 +23,7 @@ from megatron_vla.data.batch import Batch
 from megatron_vla.models.registry import ModelFamily
 from megatron_vla.parallel.failure import RankWatch
 from megatron_vla.parallel.groups import ParallelGroups, shorten_timeouts
-from megatron_vla.runner.eager import EagerRunner
+from megatron_vla.runner.build import Runner
 from megatron_vla.training.checkpoint import TrainState
 from megatron_vla.training.checkpoint_saving import CheckpointSaver
 from megatron_vla.training.logging import Position, RunLogger, WindowTiming, window_record
@@ -66,7 +66,7 @@ class TrainingRun:
     family: ModelFamily
     groups: ParallelGroups
     supply: Any
-    runner: EagerRunner
+    runner: Runner
     state: TrainState
     watch: RankWatch
 
@@ -151,6 +151,7 @@ class _Loop:
         self.state.iteration += 1
         self.state.consumed_samples += self.global_batch_size
         self.window.append(self.state.iteration, learning_rate, metrics)
+        self._message(self.run_parts.runner.poll())
         if self.logger is not None:
             self.logger.live(f"iteration {self.state.iteration}/{self.config.training.train_iters}")
 
@@ -164,6 +165,8 @@ class _Loop:
         bad = next((r for r in records if not r.is_finite), None)
         if bad is not None and self.config.training.check_for_nan_in_loss_and_grad:
             start = self.state.consumed_samples - (self.state.iteration - bad.iteration + 1) * self.global_batch_size
+            # The pass that looks for the cause needs the memory, and nothing is replayed any more.
+            self.run_parts.runner.release()
             with closing(self._open(start, 1)) as again:
                 forward_step = self.run_parts.family.forward_step
                 raise diagnose(self.run_parts.runner.schedule, forward_step, self.groups, again, bad.iteration, bad.loss)
@@ -193,7 +196,7 @@ class _Loop:
             samples=count * self.global_batch_size,
             data_wait_p50_ms=tuple(float(p50) for p50, _ in quantiles),
             data_wait_p99_ms=tuple(float(p99) for _, p99 in quantiles),
-            data=gathered[worst][2],
+            data={**gathered[worst][2], **self.run_parts.runner.counters()},
         )
 
     def _message(self, lines: list[str]) -> None:
@@ -219,6 +222,7 @@ class _Loop:
         self._save()
         if self.saver is not None:
             self._message(self.saver.finish())
+        self._message(self.run_parts.runner.summary())
         if self.logger is None:
             return
         curve = self.logger.draw_curve()

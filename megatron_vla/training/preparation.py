@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 from megatron_vla.config.check import check
 from megatron_vla.config.run import RunConfig
 from megatron_vla.data.build import DataSupply, build_data
 from megatron_vla.data.report import first_batch_report
 from megatron_vla.findings import CheckError, error, raise_errors
 from megatron_vla.models.registry import ModelFamily
+from megatron_vla.runner.check import device_findings
 from megatron_vla.training.checkpoint_folder import CheckpointFolder
 from megatron_vla.training.logging import log_folder, print_once
 from megatron_vla.training.resume import find_resume, order_findings, resume_findings, with_stored_preprocessing
@@ -20,7 +23,7 @@ def prepare(config: RunConfig, family: ModelFamily, world_size: int) -> tuple[Ch
 
     Raises CheckError with every finding about flags and checkpoint, then with every finding about the data.
     """
-    findings = check(config, family, world_size)
+    findings = [*check(config, family, world_size), *device_findings(config, torch.cuda.is_available())]
     try:
         resume, lines = find_resume(config.checkpoint)
     except ValueError as problem:

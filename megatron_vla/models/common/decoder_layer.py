@@ -13,7 +13,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_vla.models.common.merged_linear import MergesProjections, merged_linear
+from megatron_vla.kernels.gated_gelu.op import gated_gelu
+from megatron_vla.models.common.merged_linear import MergesProjections, joined_linear, merged_linear
 from megatron_vla.models.common.rotary import RotaryTable, rotate
 from megatron_vla.parallel.linear import column_parallel_linear, replicated_linear, row_parallel_linear
 from megatron_vla.parallel.parameter_shard import mark_partial
@@ -111,5 +112,6 @@ class GatedMlp(MergesProjections):
     def forward(self, hidden_BSH: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         hidden_BSH = gather_rows(hidden_BSH, self.tensor_parallel)
-        gate_BSF, up_BSF = merged_linear(hidden_BSH, (self.gate_proj, self.up_proj), self.merged)
-        return self.down_proj(F.gelu(gate_BSF, approximate="tanh") * up_BSF)
+        if self.merged:
+            return self.down_proj(gated_gelu(joined_linear(hidden_BSH, (self.gate_proj, self.up_proj))))
+        return self.down_proj(F.gelu(self.gate_proj(hidden_BSH), approximate="tanh") * self.up_proj(hidden_BSH))

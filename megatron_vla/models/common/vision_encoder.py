@@ -2,8 +2,7 @@
 
 Between the matrices the residual stream [I, S, H] may be this rank's rows [R, H] (see parallel/sequence_parallel.py).
 
-Shape legend: I images, C channels, Y X pixel rows and columns, R K rows and columns of patches, S patches, P pixels of a
-patch in all channels, H hidden, N heads, D head width.
+Shape legend: I images, C channels, Y X pixel rows and columns, S patches, H hidden, N heads, D head width.
 """
 
 from __future__ import annotations
@@ -51,18 +50,9 @@ class VisionEmbeddings(nn.Module):
         self.position_embedding = nn.Embedding(sizes.num_patches, sizes.hidden_size)
 
     def forward(self, images_ICYX: Tensor) -> Tensor:
-        """Images in [-1, 1] -> [I, S, H] in the convolution's dtype, patches in row-major order.
-
-        A convolution whose stride is its kernel is one matrix product, and three input channels suit no convolution kernel.
-        """
-        weight_HCYX = self.patch_embedding.weight
-        side = weight_HCYX.shape[-1]
-        rows, columns = images_ICYX.shape[-2] // side, images_ICYX.shape[-1] // side
-        pixels_ICYX = images_ICYX[..., : rows * side, : columns * side].to(weight_HCYX.dtype)
-        pixels_ICRYKX = pixels_ICYX.unflatten(3, (columns, side)).unflatten(2, (rows, side))
-        pixels_ISP = pixels_ICRYKX.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        patches_ISH = F.linear(pixels_ISP, weight_HCYX.flatten(1), self.patch_embedding.bias)
-        return patches_ISH + self.position_embedding.weight
+        """Images in [-1, 1] -> [I, S, H] in the convolution's dtype, patches in row-major order."""
+        patches_IHYX = self.patch_embedding(images_ICYX.to(self.patch_embedding.weight.dtype))
+        return patches_IHYX.flatten(2).transpose(1, 2) + self.position_embedding.weight
 
 
 class VisionAttention(MergesProjections):
