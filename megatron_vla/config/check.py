@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vla.config.check_optimization import optimization_findings
+from megatron_vla.config.check_packing import packing_findings
 from megatron_vla.config.cli import flag_name
 from megatron_vla.config.data import DataConfig
 from megatron_vla.config.datasets import DatasetPart, dataset_parts, split_data_path
@@ -48,6 +49,7 @@ def check(config: RunConfig, family: Any, world_size: int) -> list[Finding]:
     )
     findings = [finding for rule in rules for finding in rule(config)]
     findings += _layout(config)
+    findings += packing_findings(config, family)
     findings += optimization_findings(config)
     sizes = layout_size_findings(config.parallel, world_size)
     findings += sizes
@@ -258,10 +260,15 @@ def _mock(config: RunConfig) -> Iterator[Finding]:
     for flag, value in (
         ("--mock-num-samples", data.mock_num_samples),
         ("--mock-num-cameras", data.mock_num_cameras),
+        *(("--mock-camera-counts", count) for count in data.mock_camera_counts),
         ("--mock-prompt-length", data.mock_prompt_length),
     ):
         if value <= 0:
             yield error(flag, f"{value} is not positive", f"use {flag} 1 or more")
+    shortest = data.mock_min_prompt_length
+    if shortest is not None and not 1 <= shortest <= min(data.mock_prompt_length, family.max_prompt_length):
+        what = f"{shortest} is not between 1 and --mock-prompt-length {data.mock_prompt_length} (or --max-prompt-length)"
+        yield error("--mock-min-prompt-length", what, "use a smaller one")
     if "mock_prompt_length" in config.given and data.mock_prompt_length > family.max_prompt_length:
         what = f"{data.mock_prompt_length} is more than --max-prompt-length {family.max_prompt_length}"
         yield error("--mock-prompt-length", what, f"use --mock-prompt-length {family.max_prompt_length} or less")

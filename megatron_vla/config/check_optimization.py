@@ -71,7 +71,7 @@ def _compile(config: RunConfig) -> Iterator[Finding]:
             "--overlap-param-gather gathers parameters by hooks inside each layer, which a graph would only run when traced",
             "use --no-overlap-param-gather",
         )
-    if config.data.prompt_padding == "longest":
+    if config.data.prompt_padding == "longest" and not config.data.packing:
         yield error(
             "--prompt-padding",
             "longest gives a graph for every prompt width",

@@ -19,6 +19,10 @@ class OptimizationConfig:
     block mask (GPU). flash_attn: the package of that name (GPU, bf16). eager: explicit products and fp32 softmax, the
     reference. auto: the fastest known, printed."""
 
+    unmasked_attention: Literal["sdpa", "flash"] = "sdpa"
+    """Kernel of attention without a mask (vision towers), with --attention-backend auto, sdpa or matmul, on GPUs in bf16. sdpa:
+    torch's choice (cuDNN on Hopper). flash: torch's own FlashAttention-2."""
+
     merge_projections: bool = False
     """Compute projections that read the same rows as one matrix product: q, k, v, and gate, up (parameters stay separate)."""
 
@@ -29,8 +33,9 @@ class OptimizationConfig:
     """backbone: each tower is one graph (no gradient is ready before a tower's whole backward). per_layer: each layer is one.
     multi_group: the layers and the small parts around them, each its own graph."""
 
-    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
-    """torch.compile's mode: max-autotune tries Triton's matrix products against the library's while compiling."""
+    compile_mode: Literal["default", "tuned", "max-autotune-no-cudagraphs"] = "default"
+    """default: torch's choices. tuned: try block sizes of every generated kernel while compiling (1-2 minutes more).
+    max-autotune-no-cudagraphs: that, and Triton's matrix products against the library's."""
 
     compile_warmup: bool = True
     """Compile for every prompt width that can occur before the first step, instead of when a width first comes."""

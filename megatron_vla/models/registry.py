@@ -28,6 +28,7 @@ class ModelFamily:
     metric_names: names of the metrics that loss_func returns; stages without a loss need to know how many there are.
     pipeline_units(config: RunConfig) -> ModelUnits: the model's parts with their FLOPs, for the stage plan.
     batch_fields: names of the Batch tensors that forward_step reads.
+    image_tokens(config.family) -> prefix tokens of one image in a pack; None: the family cannot read packs (--packing).
     """
 
     name: str
@@ -45,6 +46,7 @@ class ModelFamily:
     metric_names: tuple[str, ...]
     pipeline_units: Callable[..., Any]
     batch_fields: frozenset[str]
+    image_tokens: Callable[[Any], int] | None = None
 
 
 MODEL_FAMILIES: dict[str, str] = {"pi05": "megatron_vla.models.pi05.family"}

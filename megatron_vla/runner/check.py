@@ -53,7 +53,8 @@ def runner_findings(config: RunConfig, world_size: int) -> Iterator[Finding]:
             f"unset it (0 is set with {FLAG})",
         )
     passes = config.training.micro_batch_size * max(1, config.data_parallel_size(world_size))
-    if config.data.prompt_padding != "max" and config.global_batch_size(world_size) > passes > 0:
+    # Packs have one shape whatever the prompts.
+    if config.data.prompt_padding != "max" and not config.data.packing and config.global_batch_size(world_size) > passes > 0:
         yield warning(
             "--prompt-padding",
             f"{config.data.prompt_padding} gives micro-batches of several widths, and with {FLAG} every sequence of widths in "

@@ -33,13 +33,15 @@ def prepare(config: RunConfig, family: ModelFamily, world_size: int) -> tuple[Ch
     print_once(*lines, *changed_lines, *(f for f in findings if f.severity == "warning"))
     raise_errors(findings)
     supply = build_data(with_stored_preprocessing(config, resume), family)
+    if resume is not None:
+        supply.restore_packs(resume.state.get("packing"))
     order = order_findings(resume, supply.order_hash, config)
     print_once(*(f for f in order if f.severity == "warning"))
     raise_errors(order)
     if config.logging.first_batch_report and os.environ.get("RANK", "0") == "0":
         consumed_samples = resume.consumed_samples if resume else 0
         first_batch_report(
-            supply.first_batch(consumed_samples, 0, config.data_parallel_size(world_size)),
+            supply.first_batch(consumed_samples, 0, config.data_parallel_size(world_size), resume.iteration if resume else 0),
             supply.preprocessor,
             log_folder(config),
             order_hash=supply.order_hash,

@@ -61,7 +61,7 @@ def training_session(config: RunConfig, family: ModelFamily) -> Iterator[Trainin
         runner = build_runner(family, model, optimizer, average, groups, config)
         if config.optimization.compile and config.optimization.compile_warmup:
             watch.enter("compiling")
-            batch = supply.first_batch(0, groups.data_parallel_rank, groups.data_parallel_size)
+            batch = supply.example(groups.data_parallel_rank, groups.data_parallel_size)
             warm_up(model, family, groups, config, batch, print_once)
         yield TrainingRun(config, family, groups, supply, runner, state, watch)
         runner.release()

@@ -195,8 +195,6 @@ def test_uint8_images_become_the_documented_range() -> None:
     floats = replaced(batch, images_BVCHW=batch.images_BVCHW.double() / 255 * 2 - 1)
     with torch.no_grad():
         assert torch.equal(model(batch), model(floats))
-    pixels = model._pixels(torch.tensor([0, 255], dtype=torch.uint8).reshape(1, 2, 1, 1, 1), torch.ones(1, 2, dtype=torch.bool))
-    assert pixels.flatten().tolist() == [-1.0, 1.0]
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "matmul", "eager", "varlen"])

@@ -44,7 +44,7 @@ def merged_linear(hidden: Tensor, linears: Sequence[nn.Module], merged: bool) ->
     outputs: dict[int, Tensor] = {}
     for kind in {type(linear): None for linear in linears}:
         alike = {number: linear for number, linear in enumerate(linears) if type(linear) is kind}
-        parts = _one_product(hidden, list(alike.values())).split(
+        parts = _joint_output(hidden, list(alike.values())).split(
             [linear.get_parameter("weight").shape[0] for linear in alike.values()], dim=-1
         )
         outputs.update(zip(alike, parts, strict=True))
@@ -52,18 +52,17 @@ def merged_linear(hidden: Tensor, linears: Sequence[nn.Module], merged: bool) ->
 
 
 def joined_linear(hidden: Tensor, linears: Sequence[nn.Module]) -> Tensor:
-    """[..., sum of the outputs]: the outputs of `linears` side by side, from one product per class; see `merged_linear`."""
-    if all(type(linear) is type(linears[0]) for linear in linears):
-        return _one_product(hidden, linears)
-    return torch.cat(merged_linear(hidden, linears, True), dim=-1)
+    """[..., sum of the outputs]: the outputs of `linears` side by side, from one product if all are of one class."""
+    if len({type(linear) for linear in linears}) == 1:
+        return _joint_output(hidden, linears)
+    return torch.cat(merged_linear(hidden, linears, merged=True), dim=-1)
 
 
-def _one_product(hidden: Tensor, linears: Sequence[nn.Module]) -> Tensor:
+def _joint_output(hidden: Tensor, linears: Sequence[nn.Module]) -> Tensor:
     first = linears[0]
     if isinstance(first, JointLinear):
         return first.joint_output(hidden, linears)
-    weights: list[Tensor] = [linear.get_parameter("weight") for linear in linears]
-    return F.linear(hidden, torch.cat(weights), joined_bias(linears))
+    return F.linear(hidden, torch.cat([linear.get_parameter("weight") for linear in linears]), joined_bias(linears))
 
 
 def joined_bias(linears: Sequence[nn.Module]) -> Tensor | None:

@@ -7,6 +7,7 @@ from megatron_vla.models.pi05.check import check
 from megatron_vla.models.pi05.config import VARIANTS, Pi05Config
 from megatron_vla.models.pi05.convert import CONVERTER
 from megatron_vla.models.pi05.forward_step import BATCH_FIELDS, METRIC_NAMES, forward_step
+from megatron_vla.models.pi05.model import vision_sizes
 from megatron_vla.models.registry import ModelFamily
 
 # Images enter through the tower once and reach every token; the rest is small, and is the action interface or its condition.
@@ -38,4 +39,5 @@ FAMILY = ModelFamily(
     metric_names=METRIC_NAMES,
     pipeline_units=pipeline_units,
     batch_fields=BATCH_FIELDS,
+    image_tokens=lambda config: vision_sizes(config).num_patches,
 )

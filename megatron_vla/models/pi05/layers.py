@@ -22,6 +22,7 @@ from megatron_vla.models.common.decoder_layer import AttentionProjections, Gated
 from megatron_vla.models.common.normalization import AdaptiveRMSNorm, RMSNorm
 from megatron_vla.models.common.rotary import RotaryTable, rotary_table
 from megatron_vla.models.pi05.config import Pi05Config
+from megatron_vla.models.pi05.packed import PackedAttentionPlan
 from megatron_vla.parallel.sequence_parallel import RowOwners, row_owners
 from megatron_vla.parallel.tensor_parallel import NOT_PARALLEL, TensorParallel, on_token_rows
 
@@ -40,6 +41,19 @@ class AttentionPlan:
     suffix_mask: ReadMask
     actions_first: bool
     suffix_owners: RowOwners | None
+
+    def attend_prefix(self, query_BNPD: Tensor, prefix: KeyValue, backend: AttentionBackend) -> Tensor:
+        """Prefix tokens read prefix tokens: [B, P, N * D]."""
+        return attend(query_BNPD, *prefix, self.prefix_mask, backend)
+
+    def attend_suffix(self, query_BNTD: Tensor, prefix: KeyValue, own: KeyValue, backend: AttentionBackend) -> Tensor:
+        """Actions read prefix and actions: [B, T, N * D]."""
+        sources = (own, prefix) if self.actions_first else (prefix, own)
+        key, value = (torch.cat(parts, dim=2) for parts in zip(*sources, strict=True))
+        return attend(query_BNTD, key, value, self.suffix_mask, backend)
+
+
+AnyAttentionPlan = AttentionPlan | PackedAttentionPlan
 
 
 def plan_attention(
@@ -85,7 +99,7 @@ class PrefixLayer(nn.Module):
         self.post_attention_norm = on_token_rows(RMSNorm(config.hidden_size, config.norm_epsilon), tensor_parallel)
         self.mlp = GatedMlp(config.hidden_size, config.ffn_hidden_size, tensor_parallel)
 
-    def forward(self, hidden_BPH: Tensor, plan: AttentionPlan) -> tuple[Tensor, KeyValue]:
+    def forward(self, hidden_BPH: Tensor, plan: AnyAttentionPlan) -> tuple[Tensor, KeyValue]:
         """(next hidden [B, P, H], this layer's keys and values for the action stream).
 
         With `keys_only` (the last layer, where nothing reads the next hidden) the hidden comes back unchanged.
@@ -94,7 +108,7 @@ class PrefixLayer(nn.Module):
         if self.keys_only:
             return hidden_BPH, self.attention.key_value(normalized_BPH, plan.prefix_rotary)
         query, key_value = self.attention.query_key_value(normalized_BPH, plan.prefix_rotary)
-        hidden_BPH = hidden_BPH + self.attention.o_proj(attend(query, *key_value, plan.prefix_mask, self.backend))
+        hidden_BPH = hidden_BPH + self.attention.o_proj(plan.attend_prefix(query, key_value, self.backend))
         return hidden_BPH + self.mlp(self.post_attention_norm(hidden_BPH)), key_value
 
 
@@ -110,14 +124,12 @@ class SuffixLayer(nn.Module):
         self.post_attention_norm = AdaptiveRMSNorm(width, width, config.norm_epsilon)
         self.mlp = GatedMlp(width, config.expert_ffn_hidden_size, tensor_parallel)
 
-    def forward(self, hidden_BTE: Tensor, condition_BC: Tensor, prefix: KeyValue, plan: AttentionPlan) -> Tensor:
+    def forward(self, hidden_BTE: Tensor, condition_BC: Tensor, prefix: KeyValue, plan: AnyAttentionPlan) -> Tensor:
         """Next hidden [B, T, E]. `prefix` is read, never extended."""
         normalized_BTE, gate_B1E = self.input_norm(hidden_BTE, condition_BC, plan.suffix_owners)
         normalized_BTE = self.attention.tokens(normalized_BTE, plan.suffix_rotary)
         query, own = self.attention.query_key_value(normalized_BTE, plan.suffix_rotary)
-        sources = (own, prefix) if plan.actions_first else (prefix, own)
-        key, value = (torch.cat(parts, dim=2) for parts in zip(*sources, strict=True))
-        attended = attend(query, key, value, plan.suffix_mask, self.backend)
+        attended = plan.attend_suffix(query, prefix, own, self.backend)
         hidden_BTE = hidden_BTE + self.attention.o_proj(attended) * gate_B1E
         normalized_BTE, gate_B1E = self.post_attention_norm(hidden_BTE, condition_BC, plan.suffix_owners)
         return hidden_BTE + self.mlp(normalized_BTE) * gate_B1E
@@ -137,7 +149,7 @@ class JointLayer(nn.Module):
         self.suffix = SuffixLayer(config, backend=backend, tensor_parallel=tensor_parallel)
 
     def forward(
-        self, prefix_BPH: Tensor, suffix_BTE: Tensor, condition_BC: Tensor, plan: AttentionPlan
+        self, prefix_BPH: Tensor, suffix_BTE: Tensor, condition_BC: Tensor, plan: AnyAttentionPlan
     ) -> tuple[Tensor, Tensor]:
         """Next (prefix, suffix)."""
         prefix_BPH, key_value = self.prefix(prefix_BPH, plan)

@@ -61,7 +61,8 @@ class Pi05Stage(Pi05Model, PartialModel):
         if not self.chunks or self.chunks[-1].is_last:
             super().mark_dead_parameters()
 
-    def forward(self, batch: Batch, chunk_number: int = 0, received_N11: Tensor | None = None) -> Tensor:
+    # Packs have no fixed number of prefix tokens per sample to send on: the checks refuse them with stages.
+    def forward(self, batch: Batch, chunk_number: int = 0, received_N11: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """What one of this stage's chunks makes of a micro-batch: [N, 1, 1] for the next one, or [B, T, A] as the whole model.
 
         `received_N11`: the previous chunk's output, None for the first chunk of the model.
