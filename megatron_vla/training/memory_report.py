@@ -9,7 +9,6 @@ from torch import nn
 
 from megatron_vla.config.run import RunConfig
 from megatron_vla.data.batch import Batch
-from megatron_vla.data.packed_batch import PackedBatch
 from megatron_vla.models.registry import ModelFamily
 from megatron_vla.optimizations.apply import apply_optimizations
 from megatron_vla.optimizations.recompute_cost import GIB, Cost, costs, recommend, table
@@ -36,12 +35,12 @@ def state_bytes(module: nn.Module, data_parallel_size: int, config: RunConfig) -
     return total
 
 
-def first_samples(batch: Batch | PackedBatch, count: int) -> Batch:
+def first_samples(batch: Batch, count: int) -> Batch:
     """The first `count` samples."""
     return dataclasses.replace(batch, **{name: tensor[:count] for name, tensor in batch.tensors().items()})
 
 
-def measured_costs(module: nn.Module, family: ModelFamily, batch: Batch | PackedBatch) -> tuple[list[Cost], int]:
+def measured_costs(module: nn.Module, family: ModelFamily, batch: Batch) -> tuple[list[Cost], int]:
     """(costs, samples they were measured on): the whole batch, or the largest half, quarter, ... that fits."""
     count = batch.size
     while True:
@@ -61,7 +60,7 @@ def report_memory(config: RunConfig, family: ModelFamily) -> None:
     groups = initialize(config.parallel)
     optimization = dataclasses.replace(config.optimization, activation_checkpoint_module_patterns=())
     module = apply_optimizations(family.build(config, groups), optimization, family, print_once)
-    batch = supply.example(groups.data_parallel_rank, groups.data_parallel_size).to(groups.device)
+    batch = supply.first_batch(0, groups.data_parallel_rank, groups.data_parallel_size).to(groups.device)
     measured, count = measured_costs(module, family, batch)
     print_once(table(measured, count))
     if groups.device.type == "cuda":
