@@ -46,6 +46,8 @@ class _CaptureMemory:
 
     def write(self) -> None:
         """Send everything, in stream order."""
+        if not self._words:
+            return
         host = torch.tensor(self._words, dtype=torch.int64).pin_memory()
         self._memory[: len(self._words)].copy_(host, non_blocking=True)
 

@@ -79,7 +79,7 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int) ->
         result = {
             "name": rung["name"],
             "flags": rung["flags"],
-            "precision": "bf16" if config.model.bf16 else "fp32",
+            "precision": "fp8" if config.optimization.fp8 else "bf16" if config.model.bf16 else "fp32",
             "gpu": name or "none (CPU)",
             "num_gpus": groups.world_size,
             "samples_per_s": round(samples / step_ms * 1e3, 2),

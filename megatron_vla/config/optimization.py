@@ -19,6 +19,10 @@ class OptimizationConfig:
     block mask (GPU). flash_attn: the package of that name (GPU, bf16). eager: explicit products and fp32 softmax, the
     reference. auto: the fastest known, printed."""
 
+    unmasked_attention: Literal["sdpa", "flash"] = "sdpa"
+    """Kernel of attention without a mask (vision towers), with --attention-backend auto, sdpa or matmul, on GPUs in bf16. sdpa:
+    torch's choice (cuDNN on Hopper). flash: torch's own FlashAttention-2."""
+
     merge_projections: bool = False
     """Compute projections that read the same rows as one matrix product: q, k, v, and gate, up (parameters stay separate)."""
 
@@ -29,8 +33,9 @@ class OptimizationConfig:
     """backbone: each tower is one graph (no gradient is ready before a tower's whole backward). per_layer: each layer is one.
     multi_group: the layers and the small parts around them, each its own graph."""
 
-    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
-    """torch.compile's mode: max-autotune tries Triton's matrix products against the library's while compiling."""
+    compile_mode: Literal["default", "tuned", "max-autotune-no-cudagraphs"] = "default"
+    """default: torch's choices. tuned: try block sizes of every generated kernel while compiling (1-2 minutes more).
+    max-autotune-no-cudagraphs: that, and Triton's matrix products against the library's."""
 
     compile_warmup: bool = True
     """Compile for every prompt width that can occur before the first step, instead of when a width first comes."""
@@ -58,3 +63,22 @@ class OptimizationConfig:
 
     cuda_graph_max_buckets: int = 4
     """With a graph runner: batch shapes that get a graph of their own; steps of further shapes run eagerly, counted."""
+
+    fp8: Literal["torchao", "native", "transformer_engine"] | None = None
+    """Compute linear layers in FP8 (H100 or newer, with --bf16; parameters stay bf16). torchao: the package's products.
+    native: this project's own on the same kernels, without a package. transformer_engine: the package's, never compiled."""
+
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """One scale per tensor (fastest), or per row (torchao only); rowwise_with_gw_hp leaves weight gradients in bf16."""
+
+    fp8_min_dim: int = 2048
+    """Convert a linear layer when the larger of its input and output features is at least this."""
+
+    fp8_skip_module_patterns: tuple[str, ...] = ()
+    """Leave these modules in bf16, with everything inside them: dotted names, '*' stands for one segment."""
+
+    fp8_module_list: str | None = None
+    """JSON of tools/select_fp8.py: convert exactly these layers, whatever --fp8-min-dim and the family's own exceptions say."""
+
+    fp8_fast_accumulation: Literal["none", "forward", "all"] = "forward"
+    """Products that may be summed in the tensor cores' own precision, which is faster: forward is torchao's choice."""

@@ -60,6 +60,7 @@ class CudaRecording:
 
     def release(self) -> None:
         """Destroy the graph. NCCL's communicators cannot be destroyed before the graphs that use them."""
+        torch.cuda.synchronize()  # the last replay may still be running
         self._graph.reset()
         self._pool = None
 

@@ -20,7 +20,7 @@ from megatron_vla.parallel.pipeline import Schedule
 
 
 def prompt_widths(config: RunConfig) -> list[int]:
-    """Prompt slots that a micro-batch of this run may have, ascending. Mock prompts have a range of lengths, real ones any."""
+    """Prompt slots that a micro-batch of this run may have, ascending. Mock samples have a range of lengths, real ones any."""
     data, longest = config.data, config.family.max_prompt_length
     last = min(data.mock_prompt_length, longest) if data.mock_data else longest
     first = (data.mock_min_prompt_length or last) if data.mock_data else 1

@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron_vla.config.run import RunConfig
 from megatron_vla.data.batch import Batch
+from megatron_vla.data.packed_batch import PackedBatch
 from megatron_vla.models.registry import ModelFamily
 from megatron_vla.optimizations.apply import apply_optimizations
 from megatron_vla.optimizations.recompute_cost import GIB, Cost, costs, recommend, table
@@ -60,7 +61,9 @@ def report_memory(config: RunConfig, family: ModelFamily) -> None:
     groups = initialize(config.parallel)
     optimization = dataclasses.replace(config.optimization, activation_checkpoint_module_patterns=())
     module = apply_optimizations(family.build(config, groups), optimization, family, print_once)
-    batch = supply.first_batch(0, groups.data_parallel_rank, groups.data_parallel_size).to(groups.device)
+    batch = supply.example(groups.data_parallel_rank, groups.data_parallel_size).to(groups.device)
+    if isinstance(batch, PackedBatch):
+        raise ValueError("--report-memory measures padded batches, whose samples can be split: use --no-packing")
     measured, count = measured_costs(module, family, batch)
     print_once(table(measured, count))
     if groups.device.type == "cuda":

@@ -32,13 +32,21 @@ def train(pool: WorkerPool, *extra: str) -> Compiled:
     return found
 
 
+def products_before_each_reduction(run: Compiled) -> list[int]:
+    return [run.events[:place].count("product") for place, event in enumerate(run.events) if event == "reduce"]
+
+
 def test_only_graphs_per_layer_let_reductions_start_during_backward(pool: WorkerPool, plain: Compiled) -> None:
-    """With one graph for all layers no gradient is ready before the whole backward is: every reduction comes after it."""
+    """With one graph for all layers no gradient is ready before the whole graph is computed: reductions come in a burst."""
     found = {scope: train(pool, *OVERLAP, "--compile", "--compile-scope", scope) for scope in ("multi_group", "backbone")}
-    early = {scope: run.events.index("layers done") for scope, run in found.items()}
-    assert early["backbone"] == 0
-    assert early["multi_group"] >= 4, "a reduction per layer and stream at least, before backward has passed the layers"
-    assert len(found["multi_group"].events) == len(found["backbone"].events) > 8
+    before = {scope: products_before_each_reduction(run) for scope, run in found.items()}
+    assert len(before["multi_group"]) == len(before["backbone"]) > 8
+    totals = {scope: run.events.count("product") for scope, run in found.items()}
+    assert totals["multi_group"] == totals["backbone"]
+    # The layers' products are most of all; the vision tower, the second graph, comes after them.
+    assert before["backbone"][0] > 0.6 * totals["backbone"]
+    assert before["multi_group"][0] < 0.1 * totals["multi_group"]
+    assert len(set(before["backbone"])) <= 5 < len(set(before["multi_group"])), "bursts of reductions"
     for run in found.values():
         assert run.losses == pytest.approx(plain.losses, rel=1e-6)
 

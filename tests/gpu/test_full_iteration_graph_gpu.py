@@ -79,6 +79,18 @@ def test_steps_are_those_of_the_eager_runner(groups: ParallelGroups, flags: tupl
     finish(graphs)
 
 
+def test_compiled_layers_are_captured(groups: ParallelGroups) -> None:
+    """Compilation of a new width happens in the pass before its capture. Choices of kernels may round differently per run."""
+    flags = ("--bf16", *ONE, "--compile")
+    eager, graphs = build_run(tiny_config(*flags), groups), build_run(tiny_config(*flags, *GRAPHS), groups)
+    expected = [step["loss"] for step in take_steps_of_widths(eager, WIDTHS, pin=True)]
+    found = [step["loss"] for step in take_steps_of_widths(graphs, WIDTHS, pin=True)]
+    assert found == pytest.approx(expected, rel=1e-2)
+    counts = graphs.runner.counters()
+    assert (counts["graph_replays"], counts["graph_captures"], counts["graph_eager_steps"]) == (6, 2, 1)
+    finish(graphs)
+
+
 @pytest.mark.parametrize("flags", [("--bf16", *ONE), ("--bf16", "--global-batch-size", "6")], ids=" ".join)
 def test_a_step_is_one_launch_and_never_waits(groups: ParallelGroups, flags: tuple[str, ...]) -> None:
     run = build_run(tiny_config(*flags, *GRAPHS), groups)

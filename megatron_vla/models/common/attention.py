@@ -49,7 +49,11 @@ def attend(
     if isinstance(mask, SequenceBounds):
         attend_rows = _flash_attention_package() if backend == "flash_attn" else varlen_attention
         return _attend_sequences(query_BNQD, key_BGKD, value_BGKD, mask, attend_rows)
-    if backend == "flex":
+    if backend == "flash":
+        assert mask is None
+        # The operator itself: the choice that scaled_dot_product_attention makes cannot be steered inside a compiled graph.
+        output_BNQD = torch.ops.aten._scaled_dot_product_flash_attention(query_BNQD, key_BGKD, value_BGKD)[0]
+    elif backend == "flex":
         output_BNQD = _attend_flex(query_BNQD, key_BGKD, value_BGKD, cast(BlockMask | None, mask))
     elif backend == "eager":
         output_BNQD = _attend_eager(query_BNQD, key_BGKD, value_BGKD, cast(Tensor | None, mask))

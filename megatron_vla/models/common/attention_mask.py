@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
-AttentionBackend = Literal["sdpa", "matmul", "eager", "flex", "varlen", "flash_attn"]
+AttentionBackend = Literal["flash", "sdpa", "matmul", "eager", "flex", "varlen", "flash_attn"]
 # What --attention-backend auto stands for: the fastest known for both streams of Pi0.5 on an H200 (cuDNN's kernel, 48 ms of a
 # 557 ms step at 32 samples; flex and two variable-length calls took 1.3 and 1.05 times as long).
 FASTEST_BACKEND: AttentionBackend = "sdpa"

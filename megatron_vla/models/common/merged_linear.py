@@ -17,30 +17,60 @@ The number of FLOPs is the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+@runtime_checkable
+class JointLinear(Protocol):
+    """A linear layer whose class has its own way to compute several layers of this class in one product."""
+
+    def joint_output(self, hidden: Tensor, linears: Sequence[nn.Module]) -> Tensor:
+        """Outputs of `linears` (this layer among them) on `hidden`, side by side: [..., sum of out]."""
+        ...
+
+
 def merged_linear(hidden: Tensor, linears: Sequence[nn.Module], merged: bool) -> tuple[Tensor, ...]:
-    """Output [..., out] of each of `linears` on `hidden` [..., in]; in one product if `merged`.
+    """Output [..., out] of each of `linears` on `hidden` [..., in]; if `merged`, in one product per class of layer.
 
     Merging reads weights and biases without calling the layers: all are plain matrices (torch's or megatron-core's
-    column-parallel ones), with a bias in all of them or in none. Layers of another class need their own product here.
+    column-parallel ones) or a JointLinear, with a bias in all of them or in none.
     """
     if not merged:
         return tuple(linear(hidden) for linear in linears)
-    joined = joined_linear(hidden, linears)
-    return joined.split([linear.get_parameter("weight").shape[0] for linear in linears], dim=-1)
+    outputs: dict[int, Tensor] = {}
+    for kind in {type(linear): None for linear in linears}:
+        alike = {number: linear for number, linear in enumerate(linears) if type(linear) is kind}
+        parts = _joint_output(hidden, list(alike.values())).split(
+            [linear.get_parameter("weight").shape[0] for linear in alike.values()], dim=-1
+        )
+        outputs.update(zip(alike, parts, strict=True))
+    return tuple(outputs[number] for number in range(len(linears)))
 
 
 def joined_linear(hidden: Tensor, linears: Sequence[nn.Module]) -> Tensor:
-    """[..., sum of the outputs]: the outputs of `linears` side by side, from one product; see `merged_linear`."""
-    weights: list[Tensor] = [linear.get_parameter("weight") for linear in linears]
-    has_bias = isinstance(linears[0].bias, Tensor)
-    bias = torch.cat([linear.get_parameter("bias") for linear in linears]) if has_bias else None
-    return F.linear(hidden, torch.cat(weights), bias)
+    """[..., sum of the outputs]: the outputs of `linears` side by side, from one product if all are of one class."""
+    if len({type(linear) for linear in linears}) == 1:
+        return _joint_output(hidden, linears)
+    return torch.cat(merged_linear(hidden, linears, merged=True), dim=-1)
+
+
+def _joint_output(hidden: Tensor, linears: Sequence[nn.Module]) -> Tensor:
+    first = linears[0]
+    if isinstance(first, JointLinear):
+        return first.joint_output(hidden, linears)
+    return F.linear(hidden, torch.cat([linear.get_parameter("weight") for linear in linears]), joined_bias(linears))
+
+
+def joined_bias(linears: Sequence[nn.Module]) -> Tensor | None:
+    """The biases side by side; None when the layers have none."""
+    if not isinstance(linears[0].bias, Tensor):
+        return None
+    biases: list[Tensor] = [linear.get_parameter("bias") for linear in linears]
+    return biases[0] if len(biases) == 1 else torch.cat(biases)
 
 
 class MergesProjections(nn.Module):

@@ -95,7 +95,9 @@ def build_module(
 def skeleton(config: RunConfig) -> Pi05Model:
     """The whole model of these flags on the meta device."""
     with torch.device("meta"):
-        return build_module(config.family)
+        model = build_module(config.family, skip_dead_compute=config.optimization.skip_dead_compute)
+    set_parameter_dtypes(model, parameter_dtype(config.model), FP32_PATTERNS)
+    return model
 
 
 def build(config: RunConfig, groups: Any = None) -> Pi05Model:
