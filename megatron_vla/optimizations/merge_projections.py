@@ -25,7 +25,5 @@ def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, rep
         module.merged = True
     groups = [group for module in merging for group in module.projection_groups()]
     gelu = "the fused kernel" if IS_BUILT else "PyTorch operations (kernels/gated_gelu was not built)"
-    report(
-        f"merged projections: {sum(map(len, groups))} linear layers in {len(groups)} matrix products; on GPUs gated GELU by {gelu}"
-    )
+    report(f"merged projections: {sum(map(len, groups))} linear layers in {len(groups)} products; gated GELU: {gelu}")
     return model
