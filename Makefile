@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # Installed before everything else, so that no dependency pulls another build of it. TORCH="torch==2.13.0+cu130 ..." picks one.
 TORCH ?= torch==2.13.0
-EXTRAS ?= data,groot,eval,log,dev
+EXTRAS ?= data,groot,eval,serve,log,dev
 QUICKSTART_ARGS ?=
 PYTEST_ARGS ?=
 # Test processes; a file's tests stay together, so module fixtures are built once.
@@ -18,8 +18,8 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make quickstart        set up, record robot data in a simulator, train a small Pi0.5 on it, kill it, resume it"
-	@echo "make quickstart-groot  the same with a small GR00T N1.7, on the same recorded data"
+	@echo "make quickstart        set up, record robot data in a simulator, train a small Pi0.5 on it, kill it, resume it, let it act"
+	@echo "make quickstart-groot  the same training with a small GR00T N1.7, on the same recorded data"
 	@echo "make test              all CPU tests, linter and type checker"
 	@echo "make test-distributed  the multi-process tests, with the whole matrix of parallel layouts"
 	@echo "make lint | format     linter and type checker | rewrite the formatting"
@@ -36,6 +36,8 @@ $(STAMP): setup.py
 	$(BIN)/python -m pip install -qq setuptools wheel
 	$(BIN)/python -m pip install -qq "$(TORCH)"
 	$(BIN)/python -m pip install -qq --no-build-isolation --editable ".[$(EXTRAS)]"
+	# The published client that the server is tested with; it says that it needs numpy 1, and works with numpy 2.
+	$(BIN)/python -m pip install -qq --no-deps openpi-client==0.1.2
 	@touch $@
 
 quickstart:

@@ -22,7 +22,9 @@ def main() -> None:
             report_memory(config, family)
             return
         with training_session(config, family) as run:
-            train(run)
+            evaluations = train(run)
+        for line in evaluations.finish() if evaluations is not None else ():
+            print_once(line)
     except CheckError as exception:
         print_once(exception)
         sys.exit(2)

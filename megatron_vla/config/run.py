@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_vla.config.cli import StrictParser, add_section, build_section
 from megatron_vla.config.data import DataConfig
+from megatron_vla.config.evaluation import EvaluationConfig
 from megatron_vla.config.model import ModelConfig
 from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.config.parallel import ParallelConfig
@@ -24,6 +25,7 @@ SECTIONS: dict[str, type] = {
     "optimization": OptimizationConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
+    "evaluation": EvaluationConfig,
 }
 
 
@@ -43,6 +45,7 @@ class RunConfig:
     optimization: OptimizationConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
+    evaluation: EvaluationConfig
     given: tuple[str, ...] = ()
 
     def data_parallel_size(self, world_size: int) -> int:
@@ -76,7 +79,8 @@ def from_dict(values: dict[str, Any]) -> RunConfig:
         return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in content.items()})
 
     family = model_family(values["model"]["model_name"])
-    sections = {name: section(kind, values[name]) for name, kind in SECTIONS.items()}
+    # Checkpoints from before a section existed have its defaults, as they have those of single fields.
+    sections = {name: section(kind, values.get(name, {})) for name, kind in SECTIONS.items()}
     return RunConfig(**sections, family=section(family.config_type, values["family"]), given=tuple(values["given"]))
 
 

@@ -60,6 +60,10 @@ class ModelFamily:
     batch_fields: names of the Batch tensors that forward_step reads.
     samples: how its samples become micro-batches.
     image_tokens(config.family) -> prefix tokens of one image in a pack; None: the family cannot read packs (--packing).
+    sample_actions(model, batch, num_steps, noise_BTA) -> normalised actions [B, T, A], without drawing anything; None: the
+        family cannot act yet.
+    num_inference_steps(family_config) -> int: denoising steps unless a flag says otherwise.
+    inference_methods: methods of the model that `sample_actions` spends its time in; serving compiles each of them whole.
     """
 
     name: str
@@ -79,6 +83,9 @@ class ModelFamily:
     batch_fields: frozenset[str]
     samples: SampleRules
     image_tokens: Callable[[Any], int] | None = None
+    sample_actions: Callable[..., Any] | None = None
+    num_inference_steps: Callable[[Any], int] | None = None
+    inference_methods: tuple[str, ...] = ()
 
 
 MODEL_FAMILIES: dict[str, str] = {

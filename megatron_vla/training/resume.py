@@ -20,7 +20,7 @@ from megatron_vla.findings import Finding, error, warning
 from megatron_vla.training.checkpoint_folder import CheckpointFolder, find_latest, iteration_folder, open_folder
 
 # Sections (all fields) and fields whose change is harmless: they move work or output around, or only round differently.
-HARMLESS_SECTIONS = frozenset({"parallel", "optimization", "checkpoint", "logging"})
+HARMLESS_SECTIONS = frozenset({"parallel", "optimization", "checkpoint", "logging", "evaluation"})
 HARMLESS_FIELDS = frozenset(
     {
         "model.model_variant",  # a name; the dimensions themselves are compared in the family section

@@ -11,7 +11,7 @@ from megatron_vla.models.pi05.check import check
 from megatron_vla.models.pi05.config import VARIANTS, Pi05Config
 from megatron_vla.models.pi05.convert import CONVERTER
 from megatron_vla.models.pi05.forward_step import BATCH_FIELDS, METRIC_NAMES, forward_step
-from megatron_vla.models.pi05.model import vision_sizes
+from megatron_vla.models.pi05.model import Pi05Model, vision_sizes
 from megatron_vla.models.registry import ModelFamily, SampleRules
 
 GROOT_FLAGS = ("embodiment_tag", "embodiment_id", "modality_config", "language_key", "mock_num_embodiments")
@@ -55,4 +55,7 @@ FAMILY = ModelFamily(
         unused_flags=dict.fromkeys(GROOT_FLAGS, "it belongs to groot_n1_7"),
     ),
     image_tokens=lambda config: vision_sizes(config).num_patches,
+    sample_actions=Pi05Model.sample_actions,
+    num_inference_steps=lambda config: config.num_inference_steps,
+    inference_methods=("prefill", "cached_velocity"),
 )

@@ -1,0 +1,90 @@
+"""Runs a family's denoising: eagerly, compiled, or as one CUDA graph per batch shape.
+
+A policy sees every batch size between 1 and its limit. Compiled code and graphs want few shapes, so for them a batch is filled
+up to the next power of two with copies of its last sample.
+
+Shape legend: B samples, T action horizon, A padded action dimensions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_vla.data.batch import Batch
+from megatron_vla.models.registry import ModelFamily
+
+WARM_UP_CALLS = 3
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A graph with the buffers that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    batch: Batch
+    actions_BTA: Tensor
+
+
+class ActionSampler:
+    """Batch -> normalised actions [B, T, A]. Compiling replaces methods of `module`, whose parameter names stay."""
+
+    def __init__(self, family: ModelFamily, module: nn.Module, num_steps: int, *, compile: bool, cuda_graph: bool) -> None:
+        self.family, self.module, self.num_steps = family, module, num_steps
+        self.uses_few_shapes = compile or cuda_graph
+        self.cuda_graph = cuda_graph
+        self._captured: dict[tuple[tuple[int, ...], ...], _Captured] = {}
+        if compile:
+            # Whole methods: one that cannot be compiled whole is an error, never a quiet return to eager code.
+            for name in family.inference_methods:
+                setattr(module, name, torch.compile(getattr(module, name), fullgraph=True, dynamic=False))
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Tensor:
+        """Sample from the batch's own noise."""
+        size = batch.size
+        if self.uses_few_shapes:
+            batch = filled_up(batch, 1 << (size - 1).bit_length())
+        return (self._replay(batch) if self.cuda_graph else self._sample(batch))[:size]
+
+    def _sample(self, batch: Batch) -> Tensor:
+        assert self.family.sample_actions is not None
+        actions_BTA: Tensor = self.family.sample_actions(self.module, batch, self.num_steps, batch.noise_BTA)
+        return actions_BTA
+
+    def _replay(self, batch: Batch) -> Tensor:
+        key = tuple(tuple(tensor.shape) for tensor in batch.tensors().values())
+        if key not in self._captured:
+            self._captured[key] = self._capture(batch)
+        captured = self._captured[key]
+        for name, buffer in captured.batch.tensors().items():
+            buffer.copy_(batch.tensors()[name])
+        captured.graph.replay()
+        # The caller copies it to the host before the next replay overwrites it.
+        return captured.actions_BTA
+
+    def _capture(self, batch: Batch) -> _Captured:
+        static = Batch(**{name: tensor.clone() for name, tensor in batch.tensors().items()})
+        # Warm-up on a side stream: libraries allocate workspaces and choose algorithms in their first calls.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_CALLS):
+                self._sample(static)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            actions_BTA = self._sample(static)
+        return _Captured(graph, static, actions_BTA)
+
+
+def filled_up(batch: Batch, size: int) -> Batch:
+    """`batch` with copies of its last sample up to `size` samples."""
+    missing = size - batch.size
+    if missing == 0:
+        return batch
+    filled = {name: torch.cat((t, t[-1:].expand(missing, *t.shape[1:]))) for name, t in batch.tensors().items()}
+    return dataclasses.replace(batch, **filled)
