@@ -1,0 +1,185 @@
+"""The scripted expert of LIBERO's pick-and-place tasks (all of libero_object and libero_spatial), bound to a simulator.
+
+It knows the goal from the task's BDDL file, `On(object, plate)` or `In(object, basket region)`, reads all poses and shapes from the
+simulator, looks for a grasp that the arm can reach without touching anything else (see arm_probe), and acts through the policy's
+own seven numbers. When a grasp comes up empty it plans another one from where it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megatron_vla.evaluation.experts.arm_probe import FINGER_OPEN, ArmProbe
+from megatron_vla.evaluation.experts.grasp_candidates import (
+    GraspCandidate,
+    GraspStyle,
+    pinch_candidates,
+    rim_candidates,
+    wrapped_angle,
+)
+from megatron_vla.evaluation.experts.pick_place import PickPlaceController, PickPlacePlan, SceneState
+
+# How an object of a category is taken. Everything else is pinched.
+GRASP_STYLES: dict[str, GraspStyle] = {"akita_black_bowl": "rim", "white_bowl": "rim"}
+# Free heights above the grasp at which the open hand must not touch anything, metres.
+APPROACH_CHECKS = (0.0, 0.02, 0.045, 0.08)
+APPROACH_HEIGHT = 0.10
+CARRY_MARGIN = 0.05
+
+
+class LiberoExpert:
+    """One episode of one task. `environment` is LIBERO's own (robosuite) environment after its reset and wait steps."""
+
+    def __init__(self, environment: Any) -> None:
+        self.environment = environment
+        simulator = environment.sim
+        self.model, self.data = simulator.model._model, simulator.data._data
+        self.probe = ArmProbe(self.model, self.data)
+        relation, object_name, target_name = single_goal(environment.parsed_problem["goal_state"])
+        self.object_name, self.target_name, self.relation = object_name, target_name, relation
+        category = environment.get_object(object_name).category_name
+        self.style: GraspStyle = GRASP_STYLES.get(category, "pinch")
+        self.object_body = environment.obj_body_id[object_name]
+        self.rejected: list[GraspCandidate] = []
+        self.controller: PickPlaceController | None = None
+        self.attempts = 0
+
+    def action(self) -> np.ndarray:
+        """The next action, float32 [7]."""
+        if self.controller is None or self.controller.phase in ("failed", "done"):
+            self.controller = PickPlaceController(self._plan())
+            self.attempts += 1
+        return self.controller.action(self.state())
+
+    def state(self) -> SceneState:
+        """Everything that the controller looks at, now."""
+        hand_3, rotation_33 = self.probe.hand_pose()
+        return SceneState(hand_3, rotation_33, self.probe.opening(), self._object_position(), self._place()[:2])
+
+    def _object_position(self) -> np.ndarray:
+        return self.data.xpos[self.object_body].copy()
+
+    def _place(self) -> np.ndarray:
+        """Where the object's origin has to go, [3]; z: what it will stand on."""
+        if self.relation == "on":
+            points_N3 = body_points(self.model, self.data, self.environment.obj_body_id[self.target_name])
+            centre_3 = self.data.xpos[self.environment.obj_body_id[self.target_name]].copy()
+            # A plate's middle is lower than its edge.
+            inner_N = np.linalg.norm(points_N3[:, :2] - centre_3[:2], axis=1) < 0.04
+            return np.append(centre_3[:2], points_N3[inner_N, 2].max() if inner_N.any() else centre_3[2])
+        site = self.environment.sim.model.site_name2id(self.target_name)
+        return self.data.site_xpos[site].copy() - [0, 0, self.model.site_size[site][2]]
+
+    def _plan(self) -> PickPlacePlan:
+        probe = self.probe
+        points_N3 = body_points(self.model, self.data, self.object_body)
+        rotation_33, angle_now = upright_hand(probe)
+        make = rim_candidates if self.style == "rim" else pinch_candidates
+        for candidate in make(points_N3, angle_now):
+            if any(is_same(candidate, rejected) for rejected in self.rejected):
+                continue
+            grasp_33 = about_z(wrapped_angle(candidate.closing_angle - angle_now)) @ rotation_33
+            if self._is_feasible(candidate, grasp_33):
+                self.rejected.append(candidate)
+                return self._plan_for(candidate, grasp_33, points_N3)
+        if not self.rejected:
+            raise ValueError(f"the expert finds no grasp of {self.object_name} that the arm can reach freely")
+        # All were tried: begin again, things have moved since.
+        self.rejected.clear()
+        return self._plan()
+
+    def _is_feasible(self, candidate: GraspCandidate, grasp_33: np.ndarray) -> bool:
+        """Reachable and free all the way down, and the fingers meet the object squarely."""
+        probe, target_root = self.probe, int(self.model.body_rootid[self.object_body])
+        with probe.clearance():
+            for rise in APPROACH_CHECKS:
+                joints_7 = probe.joints_for(candidate.position_3 + [0, 0, rise], grasp_33)
+                if joints_7 is None or probe.touched(joints_7, FINGER_OPEN):
+                    return False
+        joints_7 = probe.joints_for(candidate.position_3, grasp_33)
+        closing_3 = np.array([np.cos(candidate.closing_angle), np.sin(candidate.closing_angle), 0.0])
+        return joints_7 is not None and probe.closes_on(joints_7, target_root, closing_3) is not None
+
+    def _plan_for(self, candidate: GraspCandidate, grasp_33: np.ndarray, points_N3: np.ndarray) -> PickPlacePlan:
+        grasp_3, place_3 = candidate.position_3, self._place()
+        hangs = grasp_3[2] - points_N3[:, 2].min()
+        highest = self._highest_between(grasp_3[:2], place_3[:2])
+        carry_height = max(highest + hangs + CARRY_MARGIN, grasp_3[2] + 0.08)
+        # On a plate: until it touches. In a basket: until its bottom is well inside.
+        release_height = place_3[2] + hangs + (-0.004 if self.relation == "on" else 0.03)
+        return PickPlacePlan(
+            grasp_3=grasp_3,
+            grasp_rotation_33=grasp_33,
+            approach_height=grasp_3[2] + APPROACH_HEIGHT,
+            carry_height=carry_height,
+            release_height=release_height,
+            place_rotation_33=grasp_33,
+        )
+
+    def _highest_between(self, start_2: np.ndarray, end_2: np.ndarray, width: float = 0.10) -> float:
+        """z of the highest thing in a corridor between two places, robot and carried object left out."""
+        path_2 = end_2 - start_2
+        length = float(np.linalg.norm(path_2))
+        highest = 0.0
+        carried = int(self.model.body_rootid[self.object_body])
+        for geom in solid_geoms(self.model):
+            if self.probe.root_of_geom[geom] in (carried, self.probe.robot_root) or self.model.geom_type[geom] == 0:
+                continue
+            for point_3 in geom_points(self.model, self.data, geom):
+                offset_2 = point_3[:2] - start_2
+                along = float(np.clip(offset_2 @ path_2 / max(length, 1e-6), 0.0, length))
+                if np.linalg.norm(offset_2 - along * path_2 / max(length, 1e-6)) < width:
+                    highest = max(highest, float(point_3[2]))
+        return highest
+
+
+def single_goal(goal_state: list[list[str]]) -> tuple[str, str, str]:
+    """(relation, object, target) of a task with one `on` or `in`. ValueError for any other task."""
+    if len(goal_state) != 1 or goal_state[0][0] not in ("on", "in"):
+        raise ValueError(
+            f"goal {goal_state}: the scripted expert solves tasks with one On or In, as in libero_object and libero_spatial"
+        )
+    relation, object_name, target_name = goal_state[0]
+    return relation, object_name, target_name
+
+
+def upright_hand(probe: ArmProbe) -> tuple[np.ndarray, float]:
+    """The hand's rotation with the fingers straight down, nearest to its present one, and its closing direction."""
+    _, rotation_33 = probe.hand_pose()
+    down_3 = np.array([0.0, 0.0, -1.0])
+    x_3 = rotation_33[:, 0] - down_3 * (down_3 @ rotation_33[:, 0])
+    x_3 /= np.linalg.norm(x_3)
+    return np.stack([x_3, np.cross(down_3, x_3), down_3], axis=1), probe.closing_angle()
+
+
+def about_z(angle: float) -> np.ndarray:
+    """Rotation matrix about the vertical."""
+    cosine, sine = np.cos(angle), np.sin(angle)
+    return np.array([[cosine, -sine, 0.0], [sine, cosine, 0.0], [0.0, 0.0, 1.0]])
+
+
+def is_same(one: GraspCandidate, other: GraspCandidate) -> bool:
+    """Whether two candidates are so near that the second would fail as the first did."""
+    near = np.linalg.norm(one.position_3 - other.position_3) < 0.012
+    return bool(near and abs(wrapped_angle(one.closing_angle - other.closing_angle)) < 0.2)
+
+
+def solid_geoms(model: Any) -> np.ndarray:
+    """Numbers of the geoms that collide."""
+    return np.flatnonzero((model.geom_contype != 0) | (model.geom_conaffinity != 0))
+
+
+def geom_points(model: Any, data: Any, geom: int, per_side: int = 4) -> np.ndarray:
+    """A grid of points [N, 3] in the geom's bounding box, which is the geom itself for LIBERO's box decompositions."""
+    centre_3, half_3 = model.geom_aabb[geom][:3], model.geom_aabb[geom][3:]
+    grid_N3 = np.stack(np.meshgrid(*[np.linspace(-1, 1, per_side)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
+    return data.geom_xpos[geom] + (centre_3 + grid_N3 * half_3) @ data.geom_xmat[geom].reshape(3, 3).T
+
+
+def body_points(model: Any, data: Any, body: int) -> np.ndarray:
+    """Points [N, 3] of everything solid in the tree of a body."""
+    root = model.body_rootid[body]
+    geoms = [g for g in solid_geoms(model) if model.body_rootid[model.geom_bodyid[g]] == root]
+    return np.concatenate([geom_points(model, data, g) for g in geoms])
