@@ -20,7 +20,12 @@ PADS = ("gripper0_finger1_pad_collision", "gripper0_finger2_pad_collision")
 # Opening of one finger, metres: joint 1 runs from 0 to 0.04, joint 2 from 0 to -0.04.
 FINGER_OPEN = 0.04
 CLEARANCE = 0.003
+# Radians that stay free towards each joint's limits; the elbow (joint 4) needs more, since a straight arm cannot be controlled.
+JOINT_MARGINS_LOW = np.array([0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
+JOINT_MARGINS_HIGH = np.array([0.1, 0.1, 0.1, 0.35, 0.1, 0.1, 0.1])
 _MAX_IK_STEPS = 40
+# Steps after which the error must have been halved, or there is no solution nearby.
+_PATIENCE = 8
 
 
 class ArmProbe:
@@ -35,7 +40,10 @@ class ArmProbe:
         joints = [self._id("JOINT", name) for name in ARM_JOINTS]
         self.arm_qpos = model.jnt_qposadr[joints]
         self.arm_dof = model.jnt_dofadr[joints]
-        self.low_7, self.high_7 = model.jnt_range[joints].T
+        self.first_joints_7 = data.qpos[self.arm_qpos].copy()
+        low_7, high_7 = model.jnt_range[joints].T
+        self.low_7, self.high_7 = low_7 + JOINT_MARGINS_LOW, high_7 - JOINT_MARGINS_HIGH
+        self.shoulder_body = int(model.jnt_bodyid[joints[0]])
         self.finger_qpos = model.jnt_qposadr[[self._id("JOINT", name) for name in FINGER_JOINTS]]
         self.pads = [self._id("GEOM", name) for name in PADS]
         self.root_of_geom = model.body_rootid[model.geom_bodyid]
@@ -64,10 +72,20 @@ class ArmProbe:
         return float(first - second)
 
     def joints_for(self, position_3: np.ndarray, rotation_33: np.ndarray) -> np.ndarray | None:
-        """Joint angles [7] near the present ones that bring the hand there; None when no nearby ones do (1 mm, 1 degree)."""
+        """Joint angles [7] that bring the hand there (1 mm, 1 degree), near the present or the first ones; None when there are none."""
+        for seed_7 in (self.data.qpos[self.arm_qpos], self.first_joints_7):
+            joints_7 = self._solve(position_3, rotation_33, seed_7)
+            if joints_7 is not None:
+                return joints_7
+        return None
+
+    def _solve(self, position_3: np.ndarray, rotation_33: np.ndarray, seed_7: np.ndarray) -> np.ndarray | None:
+        """Damped least squares from `seed_7`."""
         mujoco, scratch = self.mujoco, self.scratch
         scratch.qpos[:] = self.data.qpos
+        scratch.qpos[self.arm_qpos] = seed_7
         jacobian = np.zeros((6, self.model.nv))
+        errors: list[float] = []
         for _ in range(_MAX_IK_STEPS):
             mujoco.mj_kinematics(self.model, scratch)
             mujoco.mj_comPos(self.model, scratch)
@@ -75,12 +93,17 @@ class ArmProbe:
             error_6 = np.concatenate([position_3 - scratch.site_xpos[self.site], rotation_error])
             if np.linalg.norm(error_6[:3]) < 1e-3 and np.linalg.norm(error_6[3:]) < 0.017:
                 return scratch.qpos[self.arm_qpos].copy()
+            errors.append(float(np.linalg.norm(error_6)))
+            if len(errors) > _PATIENCE and errors[-1] > errors[-1 - _PATIENCE] / 2:
+                return None
             mujoco.mj_jacSite(self.model, scratch, jacobian[:3], jacobian[3:], self.site)
             arm_67 = jacobian[:, self.arm_dof]
-            step_7 = arm_67.T @ np.linalg.solve(arm_67 @ arm_67.T + 1e-4 * np.eye(6), error_6)
+            inverse_76 = arm_67.T @ np.linalg.inv(arm_67 @ arm_67.T + 1e-4 * np.eye(6))
+            # The arm has one joint more than needed. The controller pulls it to the first posture, so that is where it will be.
+            spare_7 = 0.5 * (self.first_joints_7 - scratch.qpos[self.arm_qpos])
+            step_7 = inverse_76 @ error_6 + spare_7 - inverse_76 @ (arm_67 @ spare_7)
             step_7 *= min(1.0, 0.3 / max(np.abs(step_7).max(), 1e-9))
-            # Joint limits, with a margin in which the controller can still work.
-            scratch.qpos[self.arm_qpos] = np.clip(scratch.qpos[self.arm_qpos] + step_7, self.low_7 + 0.05, self.high_7 - 0.05)
+            scratch.qpos[self.arm_qpos] = np.clip(scratch.qpos[self.arm_qpos] + step_7, self.low_7, self.high_7)
         return None
 
     def touched(self, joints_7: np.ndarray, finger: float, ignored_root: int = -1) -> list[tuple[int, int, np.ndarray]]:
@@ -114,21 +137,22 @@ class ArmProbe:
             self.model.geom_margin[:] = before
 
     def closes_on(self, joints_7: np.ndarray, target_root: int, closing_3: np.ndarray) -> float | None:
-        """Close both fingers in 2 mm steps: opening of one finger when both pads touch the target squarely, else None.
+        """How squarely both pads meet the target when the fingers close, cosine in (0.8, 1]; None when they do not.
 
         A finger that touches early pushes the object, so it is not asked that both touch at once: 12 mm apart will do.
         """
-        first_touch: dict[int, float] = {}
+        first_touch: dict[int, tuple[float, float]] = {}
         for finger in np.arange(FINGER_OPEN, 0.0, -0.002):
             for robot, other, normal_3 in self.touched(joints_7, float(finger)):
                 if robot not in self.pads or self.root_of_geom[other] != target_root:
                     continue
-                # Pads that meet a slanted face slide off it: at most 35 degrees.
-                if abs(normal_3 @ closing_3) > 0.82:
-                    first_touch.setdefault(robot, float(finger))
+                squareness = float(abs(normal_3 @ closing_3))
+                if robot not in first_touch or (first_touch[robot][0] == finger and first_touch[robot][1] < squareness):
+                    first_touch[robot] = float(finger), squareness
             if len(first_touch) == 2:
-                early, late = max(first_touch.values()), min(first_touch.values())
-                return early if early - late <= 0.012 else None
+                openings, cosines = zip(*first_touch.values(), strict=True)
+                is_good = max(openings) - min(openings) <= 0.012 and min(cosines) > 0.8
+                return min(cosines) if is_good else None
         return None
 
 

@@ -19,7 +19,7 @@ from megatron_vla.evaluation.experts.grasp_candidates import (
     rim_candidates,
     wrapped_angle,
 )
-from megatron_vla.evaluation.experts.pick_place import PickPlaceController, PickPlacePlan, SceneState
+from megatron_vla.evaluation.experts.pick_place import FINGER_PER_STEP, OPEN, PickPlaceController, PickPlacePlan, SceneState
 
 # How an object of a category is taken. Everything else is pinched.
 GRASP_STYLES: dict[str, GraspStyle] = {"akita_black_bowl": "rim", "white_bowl": "rim"}
@@ -27,6 +27,13 @@ GRASP_STYLES: dict[str, GraspStyle] = {"akita_black_bowl": "rim", "white_bowl": 
 APPROACH_CHECKS = (0.0, 0.02, 0.045, 0.08)
 APPROACH_HEIGHT = 0.10
 CARRY_MARGIN = 0.05
+HALF_OPEN = 0.02
+# The hand may lean by so much (radians) about the direction in which the fingers close, to reach farther.
+TILTS = (0.0, 0.25, 0.5)
+TILT_COST = 2.5
+UNSQUARE_COST = 8.0
+# Feasible grasps that are compared by how squarely the pads meet the object.
+MAX_COMPARED = 6
 
 
 class LiberoExpert:
@@ -42,14 +49,21 @@ class LiberoExpert:
         category = environment.get_object(object_name).category_name
         self.style: GraspStyle = GRASP_STYLES.get(category, "pinch")
         self.object_body = environment.obj_body_id[object_name]
-        self.rejected: list[GraspCandidate] = []
+        self.tried: list[GraspCandidate] = []
+        self._highest: float | None = None
         self.controller: PickPlaceController | None = None
         self.attempts = 0
 
     def action(self) -> np.ndarray:
         """The next action, float32 [7]."""
         if self.controller is None or self.controller.phase in ("failed", "done"):
-            self.controller = PickPlaceController(self._plan())
+            self._highest = None
+            plan = self._plan()
+            if plan is None:
+                # Nothing is left to try, or the object is out of reach: the trial will run out.
+                self.tried.clear()
+                return np.array([0, 0, 0, 0, 0, 0, OPEN], np.float32)
+            self.controller = PickPlaceController(plan)
             self.attempts += 1
         return self.controller.action(self.state())
 
@@ -72,50 +86,78 @@ class LiberoExpert:
         site = self.environment.sim.model.site_name2id(self.target_name)
         return self.data.site_xpos[site].copy() - [0, 0, self.model.site_size[site][2]]
 
-    def _plan(self) -> PickPlacePlan:
-        probe = self.probe
+    def _plan(self) -> PickPlacePlan | None:
+        """The best feasible grasp that was not tried before; None when there is none."""
         points_N3 = body_points(self.model, self.data, self.object_body)
-        rotation_33, angle_now = upright_hand(probe)
+        rotation_33, angle_now = upright_hand(self.probe)
         make = rim_candidates if self.style == "rim" else pinch_candidates
-        for candidate in make(points_N3, angle_now):
-            if any(is_same(candidate, rejected) for rejected in self.rejected):
-                continue
-            grasp_33 = about_z(wrapped_angle(candidate.closing_angle - angle_now)) @ rotation_33
-            if self._is_feasible(candidate, grasp_33):
-                self.rejected.append(candidate)
-                return self._plan_for(candidate, grasp_33, points_N3)
-        if not self.rejected:
-            raise ValueError(f"the expert finds no grasp of {self.object_name} that the arm can reach freely")
-        # All were tried: begin again, things have moved since.
-        self.rejected.clear()
-        return self._plan()
+        candidates = [c for c in make(points_N3, angle_now) if not any(is_same(c, tried) for tried in self.tried)]
+        options = [
+            (candidate.cost + TILT_COST * tilt, tilt, candidate) for candidate in candidates for tilt in TILTS
+        ]
+        options.sort(key=lambda option: option[0])
+        # Wide open where there is room; in a drawer the fingers go down half closed.
+        for finger in (FINGER_OPEN, HALF_OPEN):
+            feasible: list[tuple[float, GraspCandidate, PickPlacePlan]] = []
+            for cost, tilt, candidate in options:
+                turn = wrapped_angle(candidate.closing_angle - angle_now)
+                grasp_33 = self._lean_out(candidate, tilt) @ about_z(turn) @ rotation_33
+                plan = self._plan_for(candidate, grasp_33, finger, points_N3)
+                squareness = self._squareness(candidate, plan, finger)
+                if squareness is not None:
+                    feasible.append((cost + UNSQUARE_COST * (1.0 - squareness), candidate, plan))
+                if len(feasible) == MAX_COMPARED:
+                    break
+            if feasible:
+                _, candidate, plan = min(feasible, key=lambda entry: entry[0])
+                self.tried.append(candidate)
+                return plan
+        return None
 
-    def _is_feasible(self, candidate: GraspCandidate, grasp_33: np.ndarray) -> bool:
-        """Reachable and free all the way down, and the fingers meet the object squarely."""
+    def _lean_out(self, candidate: GraspCandidate, tilt: float) -> np.ndarray:
+        """Rotation [3, 3] about the closing direction that brings the finger tips away from the robot, which reaches farther so."""
+        away_2 = candidate.position_3[:2] - self.data.xpos[self.probe.shoulder_body][:2]
+        angle = candidate.closing_angle
+        # Turning "down" about (cos, sin, 0) moves it towards (-sin, cos, 0).
+        sign = 1.0 if away_2 @ [-np.sin(angle), np.cos(angle)] >= 0 else -1.0
+        return about_horizontal(angle, sign * tilt)
+
+    def _squareness(self, candidate: GraspCandidate, plan: PickPlacePlan, finger: float) -> float | None:
+        """See ArmProbe.closes_on; None also when the arm cannot go there and on to the place without touching anything."""
         probe, target_root = self.probe, int(self.model.body_rootid[self.object_body])
         with probe.clearance():
             for rise in APPROACH_CHECKS:
-                joints_7 = probe.joints_for(candidate.position_3 + [0, 0, rise], grasp_33)
-                if joints_7 is None or probe.touched(joints_7, FINGER_OPEN):
-                    return False
-        joints_7 = probe.joints_for(candidate.position_3, grasp_33)
+                joints_7 = probe.joints_for(plan.grasp_3 + [0, 0, rise], plan.grasp_rotation_33)
+                if joints_7 is None or probe.touched(joints_7, finger):
+                    return None
+                if rise == 0.0:
+                    grasp_joints_7 = joints_7
+        offset_2 = plan.grasp_3[:2] - self._object_position()[:2]
+        for height in (plan.carry_height, plan.release_height):
+            position_3 = np.append(self._place()[:2] + offset_2, height)
+            joints_7 = probe.joints_for(position_3, plan.place_rotation_33)
+            if joints_7 is None or probe.touched(joints_7, finger, ignored_root=target_root):
+                return None
         closing_3 = np.array([np.cos(candidate.closing_angle), np.sin(candidate.closing_angle), 0.0])
-        return joints_7 is not None and probe.closes_on(joints_7, target_root, closing_3) is not None
+        return probe.closes_on(grasp_joints_7, target_root, closing_3)
 
-    def _plan_for(self, candidate: GraspCandidate, grasp_33: np.ndarray, points_N3: np.ndarray) -> PickPlacePlan:
+    def _plan_for(
+        self, candidate: GraspCandidate, grasp_33: np.ndarray, finger: float, points_N3: np.ndarray
+    ) -> PickPlacePlan:
         grasp_3, place_3 = candidate.position_3, self._place()
         hangs = grasp_3[2] - points_N3[:, 2].min()
-        highest = self._highest_between(grasp_3[:2], place_3[:2])
-        carry_height = max(highest + hangs + CARRY_MARGIN, grasp_3[2] + 0.08)
+        if self._highest is None:
+            self._highest = self._highest_between(self._object_position()[:2], place_3[:2])
         # On a plate: until it touches. In a basket: until its bottom is well inside.
         release_height = place_3[2] + hangs + (-0.004 if self.relation == "on" else 0.03)
         return PickPlacePlan(
             grasp_3=grasp_3,
             grasp_rotation_33=grasp_33,
             approach_height=grasp_3[2] + APPROACH_HEIGHT,
-            carry_height=carry_height,
+            carry_height=max(self._highest + hangs + CARRY_MARGIN, grasp_3[2] + 0.08),
             release_height=release_height,
             place_rotation_33=grasp_33,
+            closing_steps=round((FINGER_OPEN - finger) / FINGER_PER_STEP),
         )
 
     def _highest_between(self, start_2: np.ndarray, end_2: np.ndarray, width: float = 0.10) -> float:
@@ -158,6 +200,13 @@ def about_z(angle: float) -> np.ndarray:
     """Rotation matrix about the vertical."""
     cosine, sine = np.cos(angle), np.sin(angle)
     return np.array([[cosine, -sine, 0.0], [sine, cosine, 0.0], [0.0, 0.0, 1.0]])
+
+
+def about_horizontal(angle: float, turn: float) -> np.ndarray:
+    """Rotation matrix by `turn` about the level axis at `angle`; a vector that points down leans to the axis' left."""
+    cosine, sine = np.cos(turn), np.sin(turn)
+    lean_33 = np.array([[1.0, 0.0, 0.0], [0.0, cosine, -sine], [0.0, sine, cosine]])
+    return about_z(angle) @ lean_33 @ about_z(-angle)
 
 
 def is_same(one: GraspCandidate, other: GraspCandidate) -> bool:
