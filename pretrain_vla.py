@@ -17,7 +17,9 @@ def main() -> None:
     config = parse_args()
     try:
         with training_session(config, model_family(config.model.model_name)) as run:
-            train(run)
+            evaluations = train(run)
+        for line in evaluations.finish() if evaluations is not None else ():
+            print_once(line)
     except CheckError as exception:
         print_once(exception)
         sys.exit(2)

@@ -2,8 +2,8 @@
 
     python tools/serve_policy.py --checkpoint outputs/quickstart/checkpoints --port 8000
 
-Clients: `openpi_client.websocket_client_policy.WebsocketClientPolicy(host, port)`, unchanged. What to send is in the metadata that
-a client receives first. GET /healthz answers "OK", GET /metrics gives counts and latencies in Prometheus' format.
+Clients: `openpi_client.websocket_client_policy.WebsocketClientPolicy(host, port)`, unchanged. What to send is in the metadata
+that a client receives first. GET /healthz answers "OK", GET /metrics gives counts and latencies in Prometheus' format.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_vla.config.cli import flag_name
 from megatron_vla.config.data import DataConfig
 from megatron_vla.config.datasets import DatasetPart, dataset_parts, split_data_path
+from megatron_vla.config.evaluation_check import evaluation_findings
 from megatron_vla.config.run import RunConfig
 from megatron_vla.config.training import LoggingConfig
 from megatron_vla.data.mock import FIRST_TOKEN, NUM_PHASES
@@ -30,7 +31,10 @@ MAX_SEED = 2**63 - 1  # torch's generators take a signed 64-bit seed
 
 def check(config: RunConfig, family: Any, world_size: int) -> list[Finding]:
     """All findings about the flags of one run on `world_size` ranks, the family's own rules included."""
-    rules = (_finite, _numbers, _stalls, _precision, _batch, _mock, _schedule, _data, _paths, _checkpoints, _logging)
+    rules = (
+        *(_finite, _numbers, _stalls, _precision, _batch, _mock, _schedule, _data, _paths, _checkpoints, _logging),
+        evaluation_findings,
+    )
     findings = [finding for rule in rules for finding in rule(config)]
     findings += _layout(config)
     sizes = layout_size_findings(config.parallel, world_size)

@@ -43,6 +43,9 @@ class EvaluationConfig:
     eval_action_repeat: int = 1
     """Control steps that an action is held for; must give the rate of the training data."""
 
+    eval_check_rate: bool = True
+    """Refuse a simulator whose actions per second differ from those of the training data."""
+
     eval_image_size: int = 224
     """Side of the rendered pictures in pixels: that of the training data."""
 

@@ -66,24 +66,23 @@ class PolicySettings:
 class PolicyTimes:
     """Costs so far, host clock, in seconds."""
 
-    preprocess_seconds: list[float] = field(default_factory=list)
-    model_seconds: list[float] = field(default_factory=list)
+    preprocess_seconds: float = 0.0
+    call_seconds: list[float] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
 
     def summary(self, actions_per_request: int) -> dict[str, float]:
-        """Latency of a call in milliseconds and actions per second; {} before the first call."""
+        """Latency of a call (batch to physical actions) in milliseconds and actions per second; {} before the first call."""
         if not self.batch_sizes:
             return {}
-        model_ms, whole_ms = np.array(self.model_seconds) * 1e3, (np.array(self.preprocess_seconds) + self.model_seconds) * 1e3
+        call_ms, requests = np.array(self.call_seconds) * 1e3, sum(self.batch_sizes)
         return {
             "calls": len(self.batch_sizes),
-            "requests": sum(self.batch_sizes),
-            "mean_batch_size": float(np.mean(self.batch_sizes)),
-            "model_ms_p50": float(np.quantile(model_ms, 0.5)),
-            "model_ms_p99": float(np.quantile(model_ms, 0.99)),
-            "latency_ms_p50": float(np.quantile(whole_ms, 0.5)),
-            "latency_ms_p99": float(np.quantile(whole_ms, 0.99)),
-            "actions_per_s": sum(self.batch_sizes) * actions_per_request / float(whole_ms.sum() / 1e3),
+            "requests": requests,
+            "mean_batch_size": requests / len(self.batch_sizes),
+            "preprocess_ms_per_request": self.preprocess_seconds * 1e3 / requests,
+            "call_ms_p50": float(np.quantile(call_ms, 0.5)),
+            "call_ms_p99": float(np.quantile(call_ms, 0.99)),
+            "actions_per_s": requests * actions_per_request / (self.preprocess_seconds + sum(self.call_seconds)),
         }
 
 
@@ -142,7 +141,7 @@ class Policy:
         settings: PolicySettings,
         device: torch.device,
     ) -> None:
-        self.config, self.family, self.preprocessor = config, family, preprocessor
+        self.config, self.family, self.module, self.preprocessor = config, family, module, preprocessor
         self.settings, self.device = settings, device
         self.times = PolicyTimes()
         # Buckets keep the number of shapes small; the masks make the width mean nothing.
@@ -196,20 +195,25 @@ class Policy:
 
     def infer(self, observations: Sequence[Observation], noise: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Physical action chunks float32 [T, D], one per observation, computed in batches of up to `max_batch_size`."""
-        size = self.settings.max_batch_size
-        if len(observations) > size:
-            first = self.infer(observations[:size], noise[:size])
-            return first + self.infer(observations[size:], noise[size:])
         started = time.perf_counter()
-        batch = self.batch([self.preprocess(o) for o in observations], noise)
-        prepared = time.perf_counter()
-        # The copy to the host waits for the device, so the clock shows what the caller waits for.
-        actions_BTA = self._sampler(batch).float().cpu().numpy()
-        states = [np.asarray(o.state_D, dtype=np.float32) for o in observations]
-        chunks = [self.preprocessor.unnormalize_actions(a, s) for a, s in zip(actions_BTA, states, strict=True)]
-        self.times.preprocess_seconds.append(prepared - started)
-        self.times.model_seconds.append(time.perf_counter() - prepared)
-        self.times.batch_sizes.append(len(observations))
+        arrays = [self.preprocess(observation) for observation in observations]
+        self.times.preprocess_seconds += time.perf_counter() - started
+        return self.infer_prepared(arrays, [o.state_D for o in observations], noise)
+
+    def infer_prepared(
+        self, arrays: Sequence[dict[str, Any]], states: Sequence[np.ndarray], noise: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """`infer` of what `preprocess` made, with the physical states that it was made from."""
+        chunks: list[np.ndarray] = []
+        for first in range(0, len(arrays), self.settings.max_batch_size):
+            part = slice(first, first + self.settings.max_batch_size)
+            started = time.perf_counter()
+            # The copy to the host waits for the device, so the clock shows what the caller waits for.
+            actions_BTA = self._sampler(self.batch(arrays[part], noise[part])).float().cpu().numpy()
+            for actions_TA, state_D in zip(actions_BTA, states[part], strict=True):
+                chunks.append(self.preprocessor.unnormalize_actions(actions_TA, np.asarray(state_D, dtype=np.float32)))
+            self.times.call_seconds.append(time.perf_counter() - started)
+            self.times.batch_sizes.append(len(actions_BTA))
         return chunks
 
     def summary(self) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Policy server: openpi's websocket protocol, so that the published openpi-client works unchanged.
 
 The server sends its metadata when a client connects; every binary message is an observation and is answered by
-{"actions": float32 [horizon, action_dim], "server_timing": {...}}; an error is answered by a text message, which the client raises.
-Requests of all clients that wait at the same moment are one batch. GET /healthz and /metrics answer on the same port.
+{"actions": float32 [horizon, action_dim], "server_timing": {...}}; an error is answered by a text message, which the client
+raises. Requests of all clients that wait at the same moment are one batch. GET /healthz and /metrics answer on the same port.
 
 A message never reaches the model before it was checked, and nothing that a client sends ends the server.
 """
@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_vla.evaluation.environments.interface import Observation
 from megatron_vla.evaluation.policy import Policy
 from megatron_vla.evaluation.wire import WireError, observation_of, pack, unpack
 from megatron_vla.version import __version__
@@ -78,7 +77,8 @@ def parse_observation_map(entries: tuple[str, ...]) -> dict[str, str]:
 
 @dataclass
 class _Request:
-    observation: Observation
+    arrays: dict[str, Any]
+    state_D: np.ndarray
     number: int
     arrived: float
     answer: asyncio.Future[tuple[np.ndarray, dict[str, float]]]
@@ -204,9 +204,10 @@ class PolicyServer:
             unpacked = unpack(message)
             observation = observation_of(unpacked, self.policy.camera_keys, self.config.state_key, self.names)
             # Everything that the data can do wrong shows here and spoils nobody else's batch.
-            self.policy.preprocess(observation)
+            arrays = self.policy.preprocess(observation)
             self.counts.requests += 1
-            request = _Request(observation, self.counts.requests, arrived, asyncio.get_running_loop().create_future())
+            answer = asyncio.get_running_loop().create_future()
+            request = _Request(arrays, observation.state_D, self.counts.requests, arrived, answer)
             await self._queue.put(request)
             actions_TD, timing = await request.answer
         except ValueError as problem:  # WireError and what preprocessing found
@@ -226,6 +227,9 @@ class PolicyServer:
             requests = [await self._queue.get()]
             deadline = loop.time() + self.config.max_wait_ms / 1e3
             while len(requests) < self.config.max_batch_size:
+                if not self._queue.empty():
+                    requests.append(self._queue.get_nowait())
+                    continue
                 try:
                     requests.append(await asyncio.wait_for(self._queue.get(), max(0.0, deadline - loop.time())))
                 except TimeoutError:
@@ -252,7 +256,7 @@ class PolicyServer:
 
     def _infer(self, requests: list[_Request]) -> list[np.ndarray]:
         noise = [self.policy.noise(self.config.noise_seed, request.number, 0) for request in requests]
-        return self.policy.infer([request.observation for request in requests], noise)
+        return self.policy.infer_prepared([r.arrays for r in requests], [r.state_D for r in requests], noise)
 
 
 def describe(policy: Policy, config: ServerConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""openpi's wire format: msgpack with arrays as {b"__ndarray__": true, b"data", b"dtype", b"shape"}, and what may be in a request.
+"""openpi's wire format (msgpack, arrays as {b"__ndarray__": true, b"data", b"dtype", b"shape"}) and what a request may hold.
 
 Written after openpi-client 0.1.2. Its decoder trusts the sender; this one checks every array, since anybody may connect.
 """
@@ -16,6 +16,8 @@ from megatron_vla.evaluation.environments.interface import Observation
 # No object or void arrays (they can hide anything), no complex numbers: as openpi.
 ARRAY_KINDS = "buif"
 MAX_DIMENSIONS = 8
+# Longer than any instruction, short enough that nobody can keep the tokenizer busy.
+MAX_PROMPT_CHARACTERS = 4096
 PROMPT_KEYS = ("prompt", "task", "instruction")
 
 
@@ -120,4 +122,6 @@ def observation_of(message: Any, camera_keys: tuple[str, ...], state_key: str, n
     prompt = next((message[key] for key in PROMPT_KEYS if key in message), None)
     if isinstance(prompt, np.ndarray) or not isinstance(prompt, (str, bytes)):
         raise WireError("prompt is missing: send the instruction as a string")
+    if len(prompt) > MAX_PROMPT_CHARACTERS:
+        raise WireError(f"prompt of {len(prompt)} characters; {MAX_PROMPT_CHARACTERS} are accepted")
     return Observation(images, state_D, prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt)

@@ -19,6 +19,10 @@ POINTER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "state.json"
 CONFIG_FILE = "config.json"
 PREPROCESSOR_FOLDER = "preprocessor"
+# Written by evaluation (evaluation/gate.py); named here because deleting old checkpoints must know them.
+BEST_POINTER = "best_checkpointed_iteration.txt"
+EVALUATION_FOLDER = "evaluation"
+IN_USE_FILE = "in_use"
 TEMPORARY_SUFFIX = ".incomplete"
 _FOLDER_NAME = re.compile(r"iter_(\d{7,})")
 
@@ -177,11 +181,28 @@ def point_to(root: Path, iteration: int) -> None:
     _flush_folder(root)
 
 
+def best_iteration(root: Path) -> int | None:
+    """The promoted checkpoint, if one was."""
+    path = root / BEST_POINTER
+    text = path.read_text().strip() if path.is_file() else ""
+    return int(text) if text.isdigit() else None
+
+
+def in_use_file(root: Path, iteration: int) -> Path:
+    """Exists while an evaluation waits for this checkpoint or reads it."""
+    return root / EVALUATION_FOLDER / iteration_folder(root, iteration).name / IN_USE_FILE
+
+
 def remove_old(root: Path, keep_last: int | None, current: int) -> list[int]:
-    """Delete all but the `keep_last` newest checkpoints up to `current`; returns the iterations deleted."""
+    """Delete all but the `keep_last` newest checkpoints up to `current`; returns the iterations deleted.
+
+    The promoted checkpoint and those that an evaluation still reads stay.
+    """
     if keep_last is None:
         return []
+    best = best_iteration(root)
     old = [i for i in iterations_in(root) if i <= current][:-keep_last]
+    old = [i for i in old if i != best and not in_use_file(root, i).exists()]
     for iteration in old:
         shutil.rmtree(iteration_folder(root, iteration))
     return old

@@ -26,6 +26,7 @@ from megatron_vla.parallel.groups import ParallelGroups, shorten_timeouts
 from megatron_vla.runner.eager import EagerRunner
 from megatron_vla.training.checkpoint import TrainState
 from megatron_vla.training.checkpoint_saving import CheckpointSaver
+from megatron_vla.training.evaluation_jobs import EvaluationJobs
 from megatron_vla.training.logging import Position, RunLogger, WindowTiming, window_record
 from megatron_vla.training.metrics import MetricWindow, peak_memory_gib
 from megatron_vla.training.nonfinite import diagnose
@@ -71,8 +72,10 @@ class TrainingRun:
     watch: RankWatch
 
 
-def train(run: TrainingRun) -> None:
+def train(run: TrainingRun) -> EvaluationJobs | None:
     """Train until --train-iters, --exit-interval or a stop signal; saves at the end when --save is given.
+
+    Returns the evaluations that may still be open (rank 0 with --eval-interval): wait for them after the groups are closed.
 
     Raises NonFiniteError (with the cause) when a loss or gradient was not finite, RuntimeError when a checkpoint cannot be
     written, and torch.OutOfMemoryError with the flags that help.
@@ -81,7 +84,7 @@ def train(run: TrainingRun) -> None:
     logger = RunLogger(run.config, state.iteration) if groups.is_main else None
     try:
         with StopSignals(groups) as signals:
-            _Loop(run, logger, signals).run()
+            return _Loop(run, logger, signals).run()
     except torch.OutOfMemoryError as exception:
         raise torch.OutOfMemoryError(_memory_advice(run.config, exception)) from exception
     finally:
@@ -107,8 +110,10 @@ class _Loop:
         self.saved_at: int | None = run.state.iteration if resumed_here else None
         can_save = run.config.checkpoint.save is not None
         self.saver = CheckpointSaver(run.config, run.groups, run.supply) if can_save else None
+        evaluates = run.config.evaluation.eval_interval is not None and can_save and run.groups.is_main
+        self.evaluations = EvaluationJobs(run.config) if evaluates else None
 
-    def run(self) -> None:
+    def run(self) -> EvaluationJobs | None:
         training = self.config.training
         first = self.state.iteration
         # Opened inside StopSignals: worker processes inherit handlers that leave Ctrl-C to this process.
@@ -126,6 +131,8 @@ class _Loop:
                 leave = training.exit_interval is not None and iteration % training.exit_interval == 0
                 interval = self.config.checkpoint.save_interval
                 save = interval is not None and iteration % interval == 0
+                if self.evaluations is not None:
+                    self._message(self.evaluations.poll())
                 if iteration % self.config.logging.log_interval == 0 or stop or leave or save:
                     self._flush(batches)
                 if save or ((stop or leave) and self.config.checkpoint.save is not None):
@@ -136,6 +143,7 @@ class _Loop:
             self._flush(batches)
             self.signals.finish()
             self._finish(reason)
+        return self.evaluations
 
     def _open(self, consumed_samples: int, num_iterations: int) -> Any:
         """This rank's micro-batches (a generator) from a position in the order of samples."""
@@ -207,6 +215,9 @@ class _Loop:
         self.run_parts.watch.enter(f"saving the checkpoint of iteration {self.state.iteration}")
         # With overlapped gathers the model's weights are those of the last forward pass until somebody asks.
         self.run_parts.runner.model.gather_parameters()
+        if self.evaluations is not None:
+            # Before the save: it deletes old checkpoints, but none that is marked.
+            self.evaluations.add(self.state.iteration)
         self._message(self.saver.save(self.state))
         self.saved_at = self.state.iteration
         if self.logger is not None:
@@ -219,6 +230,8 @@ class _Loop:
         self._save()
         if self.saver is not None:
             self._message(self.saver.finish())
+        if self.evaluations is not None:
+            self._message(self.evaluations.poll())
         if self.logger is None:
             return
         curve = self.logger.draw_curve()

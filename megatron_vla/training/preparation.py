@@ -7,7 +7,9 @@ import os
 from megatron_vla.config.check import check
 from megatron_vla.config.run import RunConfig
 from megatron_vla.data.build import DataSupply, build_data
+from megatron_vla.data.preprocess import Preprocessor
 from megatron_vla.data.report import first_batch_report
+from megatron_vla.evaluation.plan import plan_findings
 from megatron_vla.findings import CheckError, error, raise_errors
 from megatron_vla.models.registry import ModelFamily
 from megatron_vla.training.checkpoint_folder import CheckpointFolder
@@ -30,6 +32,8 @@ def prepare(config: RunConfig, family: ModelFamily, world_size: int) -> tuple[Ch
     print_once(*lines, *changed_lines, *(f for f in findings if f.severity == "warning"))
     raise_errors(findings)
     supply = build_data(with_stored_preprocessing(config, resume), family)
+    if config.evaluation.eval_interval is not None and isinstance(supply.preprocessor, Preprocessor):
+        raise_errors(list(plan_findings(config.evaluation, supply.preprocessor)))
     order = order_findings(resume, supply.order_hash, config)
     print_once(*(f for f in order if f.severity == "warning"))
     raise_errors(order)

@@ -12,6 +12,7 @@ Shape legend: E environments, H height, W width, D state, A action.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -185,9 +186,32 @@ ENVIRONMENTS: dict[str, str] = {
 def environment_backend(name: str) -> EnvironmentBackend:
     """The simulator called `name`. Raises ValueError naming the known ones."""
     if name not in ENVIRONMENTS:
-        raise ValueError(f"--environment {name}: no such simulator; known: {', '.join(ENVIRONMENTS)}")
-    backend: EnvironmentBackend = import_module(ENVIRONMENTS[name]).BACKEND
+        raise ValueError(f"--eval-environment {name}: no such simulator; known: {', '.join(ENVIRONMENTS)}")
+    return load_backend(ENVIRONMENTS[name])
+
+
+def load_backend(module: str) -> EnvironmentBackend:
+    """The BACKEND of a simulator's module."""
+    backend: EnvironmentBackend = import_module(module).BACKEND
     return backend
+
+
+def chosen_tasks(known: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """`names` (all, if empty), in the suite's order. Raises ValueError for a repeated or unknown name, naming near ones."""
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=3) or list(known[:10])
+        raise ValueError(f"--eval-tasks {unknown[0]}: not in this suite; near: {', '.join(near)}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"--eval-tasks {' '.join(names)}: a task is named twice")
+    return tuple(name for name in known if name in names or not names)
+
+
+def refuse_options(settings: EnvironmentSettings, known: Sequence[str]) -> None:
+    """Raise ValueError for an --eval-options key that the backend does not read."""
+    unknown = sorted(set(settings.options) - set(known))
+    if unknown:
+        raise ValueError(f"--eval-options {unknown[0]}: this simulator reads {', '.join(known) or 'none'}")
 
 
 class StackedEnvironment:
@@ -213,6 +237,7 @@ class StackedEnvironment:
 
     def expert_actions(self, is_active_E: np.ndarray) -> np.ndarray:
         """See VectorEnvironment."""
+        assert np.any(is_active_E), "nobody acts"
         actions = [e.expert_action() if active else None for e, active in zip(self.environments, is_active_E, strict=True)]
         width = max(len(a) for a in actions if a is not None)
         return np.stack([np.zeros(width, np.float32) if a is None else a for a in actions])

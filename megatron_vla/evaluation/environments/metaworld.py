@@ -155,7 +155,7 @@ class MetaWorldEnvironment:
         """{`observation.images.*`: uint8 HWC, `observation.state`: float32 D}."""
         observation = {"observation.state": self._simulator_observation[:4].astype(np.float32)}
         if render:
-            observation |= {feature: self._picture(camera) for feature, camera in CAMERAS.items()}
+            observation |= {feature: self.picture(feature) for feature in CAMERAS}
         return observation
 
     def expert_action(self) -> np.ndarray:
@@ -168,7 +168,9 @@ class MetaWorldEnvironment:
             action = self._expert.get_action(self._simulator_observation)
         return np.clip(action, -1.0, 1.0).astype(np.float32)
 
-    def _picture(self, camera: str) -> np.ndarray:
+    def picture(self, feature: str) -> np.ndarray:
+        """One camera's picture now, uint8 HWC."""
+        camera = CAMERAS[feature]
         self._renderer.update_scene(self._environment.data, camera=camera)
         picture_HWC: Any = self._renderer.render()
         return np.ascontiguousarray(picture_HWC[::-1, ::-1] if camera == "corner2" else picture_HWC)

@@ -1,0 +1,59 @@
+"""Rules of the evaluation flags of a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from megatron_vla.config.run import RunConfig
+from megatron_vla.findings import Finding, error
+
+
+def evaluation_findings(config: RunConfig) -> Iterator[Finding]:
+    """Errors of --eval-* flags that can be known from the flags alone."""
+    evaluation, checkpoint = config.evaluation, config.checkpoint
+    interval = evaluation.eval_interval
+    for flag, value, least in (
+        ("--eval-trials-per-task", evaluation.eval_trials_per_task, 1),
+        ("--eval-workers", evaluation.eval_workers, 1),
+        ("--eval-environments-per-worker", evaluation.eval_environments_per_worker, 1),
+        ("--eval-action-repeat", evaluation.eval_action_repeat, 1),
+        ("--eval-image-size", evaluation.eval_image_size, 8),
+        ("--eval-seed", evaluation.eval_seed, 0),
+        ("--eval-videos-per-task", evaluation.eval_videos_per_task, 0),
+    ):
+        if value < least:
+            yield error(flag, f"{value} is too small", f"use {flag} {least} or more")
+    for flag, given in (
+        ("--eval-max-steps", evaluation.eval_max_steps),
+        ("--eval-inference-steps", evaluation.eval_inference_steps),
+    ):
+        if given is not None and given < 1:
+            yield error(flag, f"{given} is not positive", "leave it out for the default")
+    if evaluation.eval_video_format == "mp4" and find_spec("av") is None:
+        yield error("--eval-video-format", "mp4 needs the package av", "pip install av, or use --eval-video-format gif")
+    yield from _gate(config)
+    if interval is None:
+        return
+    if interval < 1:
+        yield error("--eval-interval", f"{interval} is not positive", "for example --eval-interval 1000")
+        return
+    if checkpoint.save is None:
+        yield error("--eval-interval", "evaluates saved checkpoints, and none is saved", "add --save FOLDER")
+    elif checkpoint.save_interval is None or (checkpoint.save_interval > 0 and interval % checkpoint.save_interval):
+        what = f"{interval} is no multiple of --save-interval {checkpoint.save_interval}: there would be nothing to evaluate"
+        yield error("--eval-interval", what, f"use --save-interval {interval}")
+    if config.data.mock_data:
+        yield error("--eval-interval", "a policy trained on mock data knows no cameras and cannot act", "drop it")
+    if len(config.data.data_path) > 1:
+        what = "a mixture has one preprocessing per dataset, and rollouts need one of them"
+        yield error("--eval-interval", what, "evaluate its checkpoints with tools/evaluate.py --dataset NAME")
+
+
+def _gate(config: RunConfig) -> Iterator[Finding]:
+    from megatron_vla.evaluation.gate import parse_gate
+
+    try:
+        parse_gate(config.evaluation.eval_gate)
+    except ValueError as problem:
+        yield error("--eval-gate", str(problem).removeprefix("--eval-gate "), "for example --eval-gate min_success=0.6")

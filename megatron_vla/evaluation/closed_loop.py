@@ -1,0 +1,208 @@
+"""One closed-loop evaluation: list the trials, run what is missing, film some, write the report.
+
+Shape legend: T action horizon, A action.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_vla.config.evaluation import EvaluationConfig
+from megatron_vla.evaluation.environments.interface import (
+    EnvironmentBackend,
+    EnvironmentSettings,
+    Observation,
+    TaskSpec,
+    Trial,
+    environment_backend,
+)
+from megatron_vla.evaluation.environments.rendering import choose_backend
+from megatron_vla.evaluation.plan import compatibility, environment_settings, list_trials, package_versions, parse_camera_names
+from megatron_vla.evaluation.policy import Policy
+from megatron_vla.evaluation.results import (
+    MONTAGE,
+    REPORT_JSON,
+    REPORT_MARKDOWN,
+    ResultFolder,
+    build_report,
+    markdown,
+    share_of,
+)
+from megatron_vla.evaluation.results import write_json as write_report
+from megatron_vla.evaluation.rollout import Actor, ActRequest, Rollout, RolloutSettings, TrialResult
+from megatron_vla.evaluation.statistics import Share
+from megatron_vla.evaluation.video import finished_film, montage, write_video
+
+FILM_FPS = 10.0
+
+
+class PolicyActor:
+    """A checkpoint acts. Noise is a function of (seed, trial, number of the prediction)."""
+
+    def __init__(self, policy: Policy, seed: int, camera_names: Mapping[str, str]) -> None:
+        self.policy, self.seed = policy, seed
+        self.camera_of = {key: camera_names.get(key, key) for key in policy.camera_keys}
+
+    def __call__(self, requests: Sequence[ActRequest]) -> list[np.ndarray]:
+        """See Actor."""
+        noise = [self.policy.noise(self.seed, zlib.crc32(r.trial.key.encode()), r.chunk) for r in requests]
+        return self.policy.infer([self._renamed(r.observation) for r in requests], noise)
+
+    def _renamed(self, observation: Observation) -> Observation:
+        images = {key: observation.images[camera] for key, camera in self.camera_of.items()}
+        return dataclasses.replace(observation, images=images)
+
+
+def expert_actor(requests: Sequence[ActRequest]) -> None:
+    """The simulator's scripted expert acts, through the same runner: the reference row of a table."""
+
+
+def evaluate(
+    config: EvaluationConfig,
+    output: Path,
+    policy: Policy | None,
+    policy_facts: Mapping[str, Any],
+    say: Callable[[str], None] = print,
+) -> tuple[dict[str, Any], list[TrialResult], dict[str, Any]]:
+    """Run (or go on with) an evaluation in `output` -> (report, results, description). `policy` None: the scripted expert.
+
+    Raises ValueError for what cannot work, before any simulator starts where that can be known.
+    """
+    backend = environment_backend(config.eval_environment)
+    settings = environment_settings(config, backend)
+    tasks = backend.tasks(settings)
+    if policy is None and not backend.has_expert:
+        raise ValueError(f"--policy expert: {backend.name} has no scripted expert")
+    if policy is not None:
+        compatibility(policy.preprocessor.settings, backend, settings, config)
+    replan = config.eval_replan_interval or max(1, (policy.action_horizon if policy else 16) // 2)
+    trials = list_trials(tasks, config.eval_trials_per_task, config.eval_seed, settings)
+    description = {
+        "policy": dict(policy_facts),
+        "environment": backend.name,
+        "settings": dataclasses.asdict(settings),
+        "tasks": [task.name for task in tasks],
+        "trials_per_task": config.eval_trials_per_task,
+        "seed": config.eval_seed,
+        "replan_interval": replan,
+    }
+    folder = ResultFolder(output, description)
+    gl = None
+    if backend.uses_mujoco and find_spec("mujoco") is not None:
+        gl = choose_backend()
+        say(f"rendering with MUJOCO_GL={gl}, fast rendering {'on' if settings.fast_rendering else 'off'}")
+    run = _Run(config, backend, settings, tasks, folder, gl, replan, say)
+    actor: Actor = (
+        expert_actor if policy is None else PolicyActor(policy, config.eval_seed, parse_camera_names(config.eval_camera_map))
+    )
+    report = run.finish(trials, actor, policy, description)
+    return report, run.results, description
+
+
+class _Run:
+    """Running trials, videos and the report of one evaluation."""
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        backend: EnvironmentBackend,
+        settings: EnvironmentSettings,
+        tasks: Sequence[TaskSpec],
+        folder: ResultFolder,
+        gl: str | None,
+        replan_interval: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.config, self.backend, self.settings, self.tasks = config, backend, settings, tasks
+        self.folder, self.gl, self.say = folder, gl, say
+        fps = backend.fps(settings)
+        stride = max(1, round(fps / FILM_FPS))
+        self.film_fps = fps / stride
+        self.rollout_settings = RolloutSettings(
+            replan_interval=replan_interval,
+            num_workers=config.eval_workers,
+            environments_per_worker=config.eval_environments_per_worker,
+            step_timeout_seconds=config.eval_step_timeout_seconds,
+            film_stride=stride,
+            gl=gl,
+        )
+        self.films: dict[str, list[np.ndarray]] = {}
+        self.results: list[TrialResult] = []
+
+    def finish(
+        self, trials: Sequence[Trial], actor: Actor, policy: Policy | None, description: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Run what is missing, then report."""
+        done = {result.key: result for result in self.folder.results}
+        missing = [trial for trial in trials if trial.key not in done]
+        if done:
+            self.say(f"{self.folder.path}: {len(done)} of {len(trials)} trials are there, {len(missing)} to run")
+        rollout = Rollout(self.backend, self.settings, self.tasks, self.rollout_settings, actor, self._is_filmed)
+        for number, result in enumerate(rollout.run(missing), 1):
+            if result.film:
+                self._film(result)
+            self.folder.add(result)
+            done[result.key] = result
+            if number % max(1, len(missing) // 10) == 0 or number == len(missing):
+                self.say(f"{len(done)}/{len(trials)} trials, success {share_of(list(done.values()))}")
+        self.results = [done[trial.key] for trial in trials if trial.key in done]
+        if self.films:
+            ordered = [self.films[task.name] for task in self.tasks if task.name in self.films]
+            columns = int(np.ceil(np.sqrt(len(ordered))))
+            write_video(
+                montage(ordered, columns), self.folder.path / f"{MONTAGE}.{self.config.eval_video_format}", self.film_fps
+            )
+        return self._report(rollout, policy, description)
+
+    def _is_filmed(self, trial: Trial) -> bool:
+        return trial.index < self.config.eval_videos_per_task
+
+    def _film(self, result: TrialResult) -> None:
+        instruction = next(task.instruction for task in self.tasks if task.name == result.task)
+        film = finished_film(result.film, instruction, result.succeeded)
+        if result.index == 0:
+            self.films[result.task] = film
+        outcome = "success" if result.succeeded else "failure"
+        name = f"{result.task.replace('/', '_')}_{result.index}_{outcome}.{self.config.eval_video_format}"
+        write_video(film, self.folder.path / "videos" / name, self.film_fps)
+        result.video = f"videos/{name}"
+        result.film = []
+
+    def _report(self, rollout: Rollout, policy: Policy | None, description: Mapping[str, Any]) -> dict[str, Any]:
+        times = rollout.times
+        steps_per_s = times.num_steps / times.wall_seconds if times.wall_seconds else 0.0
+        facts = {
+            "policy": description["policy"].get("name", "expert"),
+            "simulator": f"{self.backend.name} {self.settings.suite}, {self.settings.image_size} px, "
+            f"{self.backend.fps(self.settings):g} actions/s, replan every {self.rollout_settings.replan_interval}, "
+            f"fast rendering {'on' if self.settings.fast_rendering else 'off'}, MUJOCO_GL={self.gl}",
+            "seeds": f"--eval-seed {self.config.eval_seed}, {self.config.eval_trials_per_task} trials a task",
+            "time": f"{times.wall_seconds:.0f} s wall, {times.policy_seconds:.0f} s in the policy, "
+            f"{times.simulator_seconds:.0f} s summed over {self.config.eval_workers} simulator process(es), "
+            f"{steps_per_s:.0f} steps/s",
+        }
+        more = {
+            "facts": facts,
+            "times": dataclasses.asdict(times),
+            "policy_times": {} if policy is None else policy.summary(),
+            "versions": package_versions(self.backend),
+            "gl_backend": self.gl,
+        }
+        report = build_report(description, self.tasks, self.results, more)
+        write_report(self.folder.path / REPORT_JSON, report)
+        (self.folder.path / REPORT_MARKDOWN).write_text(
+            markdown(report, f"Success on {self.settings.suite or self.backend.name}")
+        )
+        return report
+
+
+def success_line(report: Mapping[str, Any]) -> str:
+    """`success 61% (54% to 67%, 128/210)`."""
+    return f"success {Share(report['successes'], report['trials'])}"

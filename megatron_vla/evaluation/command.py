@@ -1,0 +1,141 @@
+"""The evaluation command: `python tools/evaluate.py`, and what --eval-interval starts beside a training run.
+
+Exit status: 0 evaluated or promoted, 1 error, 3 rejected by --eval-gate, 4 replay found a difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_vla.config.cli import StrictParser, add_section, build_section
+from megatron_vla.config.evaluation import EvaluationConfig
+from megatron_vla.config.run import from_dict
+from megatron_vla.evaluation.closed_loop import evaluate, success_line
+from megatron_vla.evaluation.gate import (
+    VERDICT_FILE,
+    Verdict,
+    evaluation_folder,
+    judge,
+    parse_gate,
+    promoted_baseline,
+    read_baseline,
+    record_verdict,
+)
+from megatron_vla.evaluation.policy import Policy, PolicySettings, load_policy, open_checkpoint
+from megatron_vla.evaluation.replay import replay
+from megatron_vla.evaluation.results import REPORT_MARKDOWN, write_json
+from megatron_vla.training.checkpoint_folder import STATE_FILE, CheckpointFolder
+
+REJECTED, DIFFERENT = 3, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandConfig:
+    """What to evaluate, and where the results go"""
+
+    checkpoint: str = ""
+    """A checkpoint folder (iter_0001000), or a --save folder, whose latest one is taken. Its stored evaluation flags are the
+    defaults of those below."""
+
+    policy: Literal["checkpoint", "expert"] = "checkpoint"
+    """Who acts: the checkpoint, or the simulator's scripted expert (a reference; needs no checkpoint)."""
+
+    output: str | None = None
+    """Folder of results, gone on with if it holds this evaluation. Not set: SAVE/evaluation/iter_N of the checkpoint."""
+
+    baseline: str | None = None
+    """Evaluation folder to compare with. Not set: that of the promoted checkpoint of the same --save folder."""
+
+    dataset: str | None = None
+    """Which dataset's preprocessing, for a checkpoint of a mixture."""
+
+    replay: int = 0
+    """Instead of rollouts: send this many training samples through the serving path and compare tensors and actions."""
+
+    data_path: str | None = None
+    """Where the training data lies now, for --replay."""
+
+
+def parse(arguments: Sequence[str]) -> tuple[CommandConfig, EvaluationConfig, CheckpointFolder | None]:
+    """Flags -> sections; evaluation flags that are not given are those that the checkpoint was trained with."""
+    parser = StrictParser(description="Closed-loop evaluation of a checkpoint.")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_section(parser, CommandConfig)
+    add_section(parser, EvaluationConfig)
+    given = parser.parse_flags(arguments)
+    command: CommandConfig = build_section(CommandConfig, given)
+    if not command.checkpoint:
+        if command.policy == "expert" and command.output is not None:
+            return command, build_section(EvaluationConfig, given), None
+        raise ValueError("--checkpoint is not set -> name a checkpoint folder (or use --policy expert --output FOLDER)")
+    folder = open_checkpoint(Path(command.checkpoint))
+    stored = from_dict(folder.config()).evaluation
+    return command, build_section(EvaluationConfig, given, dataclasses.asdict(stored)), folder
+
+
+def policy_facts(policy: Policy, folder: CheckpointFolder) -> dict[str, Any]:
+    """Which policy this is, wherever its folder lies."""
+    settings = policy.settings
+    return {
+        "name": f"{policy.family.name}, iteration {folder.iteration}",
+        "checkpoint": folder.path.name,
+        "digest": hashlib.blake2b((folder.path / STATE_FILE).read_bytes(), digest_size=8).hexdigest(),
+        "weights": settings.weights,
+        "inference_steps": policy.num_steps,
+        "dataset": settings.dataset,
+    }
+
+
+def run_rollouts(command: CommandConfig, config: EvaluationConfig, folder: CheckpointFolder | None) -> Verdict:
+    """Evaluate, judge, and move the best pointer on a promotion."""
+    rules = parse_gate(config.eval_gate)
+    policy, facts = None, {"name": "scripted expert"}
+    if command.policy == "checkpoint":
+        assert folder is not None
+        policy = load_policy(folder, dataclasses.replace(PolicySettings.from_config(config), dataset=command.dataset))
+        facts = policy_facts(policy, folder)
+    root = folder.path.parent if folder is not None else None
+    if command.output is not None:
+        output = Path(command.output)
+    else:
+        assert folder is not None and root is not None
+        output = evaluation_folder(root, folder.iteration)
+    report, results, description = evaluate(config, output, policy, facts)
+    judged_here = policy is not None and folder is not None and root is not None
+    baseline = Path(command.baseline) if command.baseline else None
+    if baseline is None and judged_here:
+        baseline = promoted_baseline(root, folder.iteration)  # type: ignore[arg-type, union-attr]
+    reference = read_baseline(baseline, description) if baseline is not None else None
+    verdict = judge(rules, results, reference, str(baseline) if baseline else None)
+    write_json(output / VERDICT_FILE, dataclasses.asdict(verdict))
+    # Only where the results lie beside the checkpoints: an evaluation on the side must not move the pointer.
+    if judged_here and output.resolve() == evaluation_folder(root, folder.iteration).resolve():  # type: ignore[arg-type, union-attr]
+        record_verdict(root, folder.iteration, verdict, report["success"])  # type: ignore[arg-type, union-attr]
+    print((output / REPORT_MARKDOWN).read_text())
+    print(f"{verdict.status}: {success_line(report)}; results in {output}")
+    for reason in verdict.reasons:
+        print(f"  {reason}")
+    return verdict
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status."""
+    command, config, folder = parse(arguments)
+    if command.replay:
+        if folder is None:
+            raise ValueError("--replay: needs --checkpoint")
+        policy = load_policy(folder, dataclasses.replace(PolicySettings.from_config(config), dataset=command.dataset))
+        result = replay(policy, folder, from_dict(folder.config()), command.replay, command.data_path)
+        if command.output is not None:
+            Path(command.output).mkdir(parents=True, exist_ok=True)
+            write_json(Path(command.output) / "replay.json", result.to_dict())
+        print(json.dumps({name: round(value, 4) for name, value in policy.summary().items()}))
+        return DIFFERENT if result.differing else 0
+    return REJECTED if run_rollouts(command, config, folder).status == "rejected" else 0

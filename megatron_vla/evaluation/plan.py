@@ -1,0 +1,128 @@
+"""From flags to trials: which simulator settings, which tasks, which starts; and whether a checkpoint fits the simulator."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import zlib
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+
+from megatron_vla.config.evaluation import EvaluationConfig
+from megatron_vla.data.preprocess import Preprocessor, PreprocessSettings
+from megatron_vla.evaluation.environments.interface import (
+    EnvironmentBackend,
+    EnvironmentSettings,
+    TaskSpec,
+    Trial,
+    environment_backend,
+)
+from megatron_vla.findings import Finding, error
+from megatron_vla.version import __version__
+
+
+def parse_options(entries: Sequence[str]) -> dict[str, Any]:
+    """("fps=10",) -> {"fps": 10}; a value that is no JSON is text. Raises ValueError for an entry without a key."""
+    options: dict[str, Any] = {}
+    for entry in entries:
+        key, sign, text = entry.partition("=")
+        if not (key and sign):
+            raise ValueError(f"--eval-options {entry!r}: write KEY=JSON")
+        try:
+            options[key] = json.loads(text)
+        except json.JSONDecodeError:
+            options[key] = text
+    return options
+
+
+def environment_settings(config: EvaluationConfig, backend: EnvironmentBackend) -> EnvironmentSettings:
+    """Flags -> what decides how a trial looks."""
+    return EnvironmentSettings(
+        suite=backend.suites[0] if config.eval_suite is None else config.eval_suite,
+        tasks=config.eval_tasks,
+        image_size=config.eval_image_size,
+        action_repeat=config.eval_action_repeat,
+        max_steps=config.eval_max_steps,
+        wait_steps=config.eval_wait_steps,
+        initial_states=config.eval_initial_states,
+        rotate_images=config.eval_rotate_images,
+        fast_rendering=config.eval_fast_rendering,
+        options=parse_options(config.eval_options),
+    )
+
+
+def list_trials(tasks: Sequence[TaskSpec], trials_per_task: int, seed: int, settings: EnvironmentSettings) -> list[Trial]:
+    """All trials. Their seeds depend on (seed, task, number) only, so that every checkpoint meets the same ones."""
+    trials = []
+    for task in tasks:
+        official = task.num_initial_states if settings.initial_states == "official" else 0
+        for index in range(trials_per_task):
+            words = np.random.SeedSequence((seed, zlib.crc32(task.name.encode()), index))
+            state = index % official if official else None
+            trials.append(Trial(task=task.name, index=index, seed=int(words.generate_state(1)[0] >> 1), initial_state=state))
+    return trials
+
+
+def parse_camera_names(entries: Sequence[str]) -> dict[str, str]:
+    """("checkpoint=simulator",) -> {"checkpoint": "simulator"}. Raises ValueError naming the entry that is no pair."""
+    pairs = [entry.partition("=") for entry in entries]
+    wrong = [entry for entry, (left, sign, right) in zip(entries, pairs, strict=True) if not (left and sign and right)]
+    if wrong:
+        raise ValueError(f"--eval-camera-map {wrong[0]!r}: write CHECKPOINT_CAMERA=SIMULATOR_CAMERA")
+    return {left: right for left, _, right in pairs}
+
+
+def compatibility(
+    own: PreprocessSettings, backend: EnvironmentBackend, settings: EnvironmentSettings, config: EvaluationConfig
+) -> None:
+    """Raise ValueError when the checkpoint cannot be meant for this simulator: cameras, state, actions, rate."""
+    cameras = tuple(key for key in own.camera_keys if key)
+    names = parse_camera_names(config.eval_camera_map)
+    unknown = [key for key in names if key not in cameras]
+    if unknown:
+        raise ValueError(f"--eval-camera-map {unknown[0]}: the checkpoint has cameras {', '.join(cameras)}")
+    missing = [camera for key in cameras if (camera := names.get(key, key)) not in backend.cameras]
+    if backend.cameras and missing:
+        raise ValueError(
+            f"the checkpoint needs camera {', '.join(missing)}; {backend.name} has {', '.join(backend.cameras)} "
+            "-> pair them with --eval-camera-map CHECKPOINT_CAMERA=SIMULATOR_CAMERA"
+        )
+    for what, width, its in (("state", own.state_dim, backend.state_names), ("action", own.action_dim, backend.action_names)):
+        if its and width != len(its):
+            raise ValueError(f"the checkpoint's {what} has {width} dimensions, {backend.name}'s {len(its)} ({', '.join(its)})")
+    rate = backend.fps(settings)
+    if config.eval_check_rate and own.action_fps is not None and abs(own.action_fps - rate) > 0.01 * rate:
+        repeat = backend.fps(dataclasses.replace(settings, action_repeat=1)) / own.action_fps
+        raise ValueError(
+            f"the checkpoint predicts {own.action_fps:g} actions per second, the simulator would take {rate:g} "
+            f"-> use --eval-action-repeat {repeat:g}, or --no-eval-check-rate if the data's rate is wrong"
+        )
+    if config.eval_replan_interval is not None and not 1 <= config.eval_replan_interval <= own.action_horizon:
+        raise ValueError(f"--eval-replan-interval {config.eval_replan_interval}: the chunk has {own.action_horizon} actions")
+
+
+def package_versions(backend: EnvironmentBackend) -> dict[str, str]:
+    """What to install to run this again."""
+    versions = {"megatron_vla": __version__, "python": platform.python_version()}
+    for package in ("torch", "numpy", *backend.packages):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def plan_findings(config: EvaluationConfig, preprocessor: Preprocessor) -> Iterator[Finding]:
+    """What --eval-interval would stumble over after hours of training: suite, tasks, cameras, widths, rate."""
+    try:
+        backend = environment_backend(config.eval_environment)
+        settings = environment_settings(config, backend)
+        backend.tasks(settings)
+        compatibility(preprocessor.settings, backend, settings, config)
+    except ValueError as problem:
+        what, _, fix = str(problem).partition(" -> ")
+        yield error("--eval-interval", what, fix or "correct the --eval-* flags")
