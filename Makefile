@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # Installed before everything else, so that no dependency pulls another build of it. TORCH="torch==2.13.0+cu130 ..." picks one.
 TORCH ?= torch==2.13.0
-EXTRAS ?= data,eval,log,dev
+EXTRAS ?= data,eval,serve,log,dev
 QUICKSTART_ARGS ?=
 PYTEST_ARGS ?=
 
@@ -16,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make quickstart        set up, record robot data in a simulator, train a small Pi0.5 on it, kill it, resume it"
+	@echo "make quickstart        set up, record robot data in a simulator, train a small Pi0.5 on it, kill it, resume it, let it act"
 	@echo "make test              all CPU tests, linter and type checker"
 	@echo "make test-distributed  the multi-process tests, with the whole matrix of parallel layouts"
 	@echo "make lint | format     linter and type checker | rewrite the formatting"
@@ -33,6 +33,8 @@ $(STAMP): setup.py
 	$(BIN)/python -m pip install -qq setuptools wheel
 	$(BIN)/python -m pip install -qq "$(TORCH)"
 	$(BIN)/python -m pip install -qq --no-build-isolation --editable ".[$(EXTRAS)]"
+	# The published client that the server is tested with; it says that it needs numpy 1, and works with numpy 2.
+	$(BIN)/python -m pip install -qq --no-deps openpi-client==0.1.2
 	@touch $@
 
 quickstart:

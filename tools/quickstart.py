@@ -1,9 +1,10 @@
-"""From nothing to a trained, killed and resumed Pi0.5 on two CPU cores; every command is printed so that it can be copied.
+"""From nothing to a trained, killed, resumed and evaluated Pi0.5 on two CPU cores; every command is printed to be copied.
 
     make quickstart          (or, in an installed environment: python tools/quickstart.py)
 
 Stages: record demonstrations in a simulator, train a tokenizer, compute statistics, check the dataset, train under torchrun
-with two processes until half-way, kill them, resume to the end, report. A rerun reuses what is complete.
+with two processes until half-way, kill them, resume to the end, let the policy act in the simulator, report. A rerun reuses
+what is complete.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ class QuickstartConfig:
     """Optimizer steps in total; the run is killed after half of them."""
 
     num_processes: int = 2
-    """Training processes, and recording processes."""
+    """Training processes, and simulator processes."""
+
+    trials_per_task: int = 4
+    """Closed-loop trials of each task at the end."""
 
     install_seconds: float = 0.0
     """How long the installation took, for the closing table."""
@@ -78,6 +82,8 @@ TRAINING_VALUES = {
     "log_interval": 10,
     "num_workers": 1,
 }
+# Control steps (80 a second) that an action is held for, in the demonstrations and in the trials.
+ACTION_REPEAT = 4
 # MetaWorld's actions shift the hand's target: they are relative to the state already.
 ACTION_FLAGS = ("--dataset-action-representation", "delta")
 CAMERA_FLAGS = ("--camera-map", "base=observation.images.top", "left_wrist=observation.images.wrist")
@@ -184,6 +190,24 @@ def training_command(config: QuickstartConfig, output: Path, train_iters: int) -
     ]
 
 
+def evaluation_folder(config: QuickstartConfig, output: Path) -> Path:
+    """Where the results of the last checkpoint's evaluation are."""
+    return output / f"checkpoints/evaluation/iter_{config.train_iters:07d}"
+
+
+def evaluation_command(config: QuickstartConfig, output: Path) -> list[str]:
+    """Closed-loop trials from new starts, with the pictures and the rate of the demonstrations."""
+    values = {
+        "eval_trials_per_task": config.trials_per_task,
+        "eval_image_size": config.image_size,
+        "eval_action_repeat": ACTION_REPEAT,
+        "eval_max_steps": 60,
+        "eval_workers": config.num_processes,
+    }
+    suite = ("--eval-suite", "mt50", "--eval-tasks", *config.tasks)
+    return python_command("tools/evaluate.py", "--checkpoint", output / "checkpoints", *suite, *as_flags(values))
+
+
 def report(config: QuickstartConfig, output: Path, stages: Stages, losses_until_kill: Mapping[int, float]) -> None:
     """The closing page. SystemExit when the loss did not fall: this is also a test."""
     save = output / "checkpoints"
@@ -203,6 +227,10 @@ def report(config: QuickstartConfig, output: Path, stages: Stages, losses_until_
     print(f"loss plot           {logs / 'loss_curve.png'}")
     print(f"metrics             {logs / 'metrics.jsonl'}   (TensorBoard: {logs / 'tensorboard'})")
     print(f"recorded scenes     {output / 'demonstrations/montage.png'}")
+    results = evaluation_folder(config, output)
+    if (ROOT / results / "report.md").exists():
+        print(f"success table       {results / 'report.md'}")
+        print(f"rollout videos      {results / 'montage.gif'} (single ones in {results / 'videos'})")
     times = {"install": config.install_seconds, **stages.seconds}
     print(f"time                {', '.join(f'{name} {seconds:.0f} s' for name, seconds in times.items())}")
     print(f"                    {sum(times.values()):.0f} s in total")
@@ -223,9 +251,11 @@ def quickstart(config: QuickstartConfig) -> None:
     output = Path(config.output)
     demonstrations, save = output / "demonstrations", output / "checkpoints"
     half = config.train_iters // 2
-    stages = Stages(total=6)
+    stages = Stages(total=7)
     with stages.stage("record"):
-        flags = f"--episodes-per-task {config.episodes_per_task} --image-size {config.image_size} --action-repeat 4"
+        flags = (
+            f"--episodes-per-task {config.episodes_per_task} --image-size {config.image_size} --action-repeat {ACTION_REPEAT}"
+        )
         recorder = python_command("tools/record_demonstrations.py", "--output", demonstrations, "--tasks", *config.tasks)
         run([*recorder, *flags.split(), "--num-processes", str(config.num_processes)])
     recording = ROOT / demonstrations / "meta/recording.json"
@@ -256,6 +286,11 @@ def quickstart(config: QuickstartConfig) -> None:
             print("   training is complete, reused")
         else:
             run(command)
+    with stages.stage("evaluate"):
+        if (ROOT / evaluation_folder(config, output) / "report.json").exists():
+            print("   complete, reused")
+        else:
+            run(evaluation_command(config, output))
     # JSON turns the iterations into text.
     until_kill = json.loads(kill_file.read_text()) if kill_file.exists() else {}
     report(config, output, stages, {int(iteration): loss for iteration, loss in until_kill.items()})

@@ -1,6 +1,7 @@
-"""Records demonstrations of MetaWorld's scripted experts as a LeRobot v3.0 dataset: two cameras, state, action, instruction.
+"""Records demonstrations of scripted experts as a LeRobot v3.0 dataset: cameras, state, action, instruction.
 
     python tools/record_demonstrations.py --output outputs/demonstrations --tasks door-open drawer-close --episodes-per-task 20
+    python tools/record_demonstrations.py --output outputs/mt10 --suite mt10 --num-processes 16 --picture-format png
 
 Only successful episodes are kept. In a share of the episodes the executed action is the expert's plus noise while the recorded
 action stays the expert's own, so that the data shows how to come back from a mistake (DART, arXiv:1703.09327).
@@ -21,23 +22,24 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import version
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from megatron_vla.config.cli import StrictParser, add_section, build_section
-from megatron_vla.data.lerobot_writer import LeRobotWriter
-from megatron_vla.evaluation.environments.metaworld import (
-    ACTION_NAMES,
-    CAMERAS,
-    CONTROL_HZ,
-    STATE_NAMES,
-    MetaWorldEnvironment,
-    task_name,
+from megatron_vla.data.lerobot_writer import LeRobotWriter, encode_png
+from megatron_vla.evaluation.environments.interface import (
+    Environment,
+    EnvironmentBackend,
+    EnvironmentSettings,
+    TaskSpec,
+    Trial,
+    environment_backend,
 )
 from megatron_vla.evaluation.environments.rendering import choose_backend
 
@@ -49,13 +51,19 @@ EPISODES_PER_JOB = 4
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingConfig:
-    """Recording: MetaWorld's scripted experts -> a LeRobot v3.0 dataset"""
+    """Recording: scripted experts in a simulator -> a LeRobot v3.0 dataset"""
 
     output: str = ""
     """Folder of the new dataset (required). A complete one with the same settings is reused."""
 
-    tasks: tuple[str, ...] = ("door-open", "drawer-close", "window-close", "button-press-topdown", "drawer-open", "window-open")
-    """MetaWorld tasks, with or without -v3."""
+    environment: Literal["metaworld", "libero"] = "metaworld"
+    """Simulator, with a scripted expert for its tasks."""
+
+    suite: str | None = None
+    """Task suite (mt10, libero_object, ...). Not set: the simulator's first one that has all of --tasks."""
+
+    tasks: tuple[str, ...] = ()
+    """Tasks of the suite. None: all of them."""
 
     episodes_per_task: int = 50
     """Successful episodes to record of each task."""
@@ -64,22 +72,26 @@ class RecordingConfig:
     """Side of the square pictures of both cameras in pixels."""
 
     action_repeat: int = 1
-    """Control steps (80 per second) that an action is held for: the dataset's fps is 80 divided by this."""
+    """Control steps that an action is held for: the dataset's fps is the simulator's (MetaWorld 80, LIBERO 20) over this."""
 
     noise_fraction: float = 0.5
     """Share of the episodes that are executed with noise; the recorded action is the expert's clean one."""
 
     noise_sigma: float = 0.3
-    """Standard deviation of that noise on the x, y and z actions, whose range is [-1, 1]."""
+    """Standard deviation of that noise on all actions but the last, the gripper's; their range is [-1, 1]."""
 
     max_steps: int = 200
-    """Control steps after which an attempt counts as failed."""
+    """Control steps after which an attempt counts as failed (MetaWorld's experts need up to 140, LIBERO's up to 300)."""
 
     steps_after_success: int = 5
     """Recorded steps that follow the first successful one."""
 
     fast_rendering: bool = True
     """No shadows, multisampling or reflections: 5 to 10 times faster on CPUs. Recorded; evaluate with the same setting."""
+
+    picture_format: Literal["video", "png"] = "video"
+    """video: mp4 files, small, encoded by one process. png: exact pictures inside the parquet files, encoded by the simulator
+    processes, no video library needed; about 10 times as large."""
 
     video_codec: str = "h264"
     """Codec of the mp4 files: h264, hevc or av1."""
@@ -96,7 +108,7 @@ class RecordingConfig:
 
 @dataclass(frozen=True)
 class Episode:
-    """One successful demonstration. images: camera -> uint8 THWC; state_TD and actions_TA float32."""
+    """One successful demonstration. images: camera -> uint8 THWC, or T PNG files; state_TD and actions_TA float32."""
 
     task: str
     instruction: str
@@ -104,9 +116,30 @@ class Episode:
     attempts: int
     environment_seed: int
     noisy: bool
-    images: dict[str, np.ndarray]
+    images: dict[str, np.ndarray | list[bytes]]
     state_TD: np.ndarray
     actions_TA: np.ndarray
+    montage: list[np.ndarray]
+
+
+def chosen(config: RecordingConfig) -> tuple[EnvironmentBackend, EnvironmentSettings, list[TaskSpec]]:
+    """Simulator, its settings and the tasks. Starts are drawn from seeds: official ones are kept for evaluation."""
+    backend = environment_backend(config.environment)
+    problem: ValueError | None = None
+    for suite in (config.suite,) if config.suite is not None else backend.suites:
+        environment = EnvironmentSettings(
+            suite=suite,
+            tasks=config.tasks,
+            image_size=config.image_size,
+            action_repeat=config.action_repeat,
+            initial_states="random",
+            fast_rendering=config.fast_rendering,
+        )
+        try:
+            return backend, environment, backend.tasks(environment)
+        except ValueError as failure:
+            problem = problem or failure
+    raise ValueError(str(problem).replace("--eval-", "--"))
 
 
 def settings(config: RecordingConfig) -> dict[str, Any]:
@@ -114,7 +147,8 @@ def settings(config: RecordingConfig) -> dict[str, Any]:
     values = dataclasses.asdict(config)
     for name in ("output", "num_processes", "overwrite"):
         del values[name]
-    values["tasks"] = [task_name(task) for task in config.tasks]
+    _, environment, tasks = chosen(config)
+    values["suite"], values["tasks"] = environment.suite, [task.name for task in tasks]
     return values
 
 
@@ -122,91 +156,108 @@ def check(config: RecordingConfig) -> None:
     """Raise ValueError for flags that cannot work."""
     if not config.output:
         raise ValueError("--output is not set -> name the folder of the new dataset")
-    if config.image_size % 2:
+    if config.image_size % 2 and config.picture_format == "video":
         raise ValueError(f"--image-size {config.image_size}: H.264 needs an even number of pixels -> {config.image_size + 1}")
-    if not config.tasks or len(set(map(task_name, config.tasks))) < len(config.tasks):
-        raise ValueError(f"--tasks {' '.join(config.tasks)}: needs at least one task and none twice")
+    chosen(config)
     if min(config.episodes_per_task, config.action_repeat, config.num_processes) < 1:
         raise ValueError("--episodes-per-task, --action-repeat and --num-processes must be 1 or more")
     if not 0 <= config.noise_fraction <= 1:
         raise ValueError(f"--noise-fraction {config.noise_fraction}: a share between 0 and 1 is needed")
 
 
-def attempt_episode(environment: MetaWorldEnvironment, config: RecordingConfig, number: int, attempt: int) -> Episode | None:
+def attempt_episode(
+    environment: Environment, task: TaskSpec, config: RecordingConfig, number: int, attempt: int
+) -> Episode | None:
     """Play the expert once; None when it did not succeed within --max-steps."""
-    words = (config.seed, zlib.crc32(environment.task.encode()), number, attempt)
+    words = (config.seed, zlib.crc32(task.name.encode()), number, attempt)
     random = np.random.default_rng(np.random.SeedSequence(words))
     environment_seed = int(random.integers(2**31))
     noisy = bool(random.random() < config.noise_fraction)
-    observation = environment.reset(environment_seed)
+    observation = environment.reset(Trial(task=task.name, index=number, seed=environment_seed))
     observations, actions = [], []
     steps_left = config.max_steps // config.action_repeat
     has_succeeded = False
     while steps_left > 0:
         action_A = environment.expert_action()
-        noise_A = np.append(random.standard_normal(3) * config.noise_sigma, 0.0) if noisy else np.zeros(4)
+        noise_A = np.zeros(len(action_A))
+        if noisy:
+            # A gripper that opens by noise loses what it holds: nothing to learn from.
+            noise_A[:-1] = random.standard_normal(len(action_A) - 1) * config.noise_sigma
         observations.append(observation)
         actions.append(action_A)
-        observation, succeeded = environment.step(action_A + noise_A)
+        result = environment.step(action_A + noise_A)
+        observation = result.observation
         steps_left -= 1
-        if succeeded and not has_succeeded:
+        if result.succeeded and not has_succeeded:
             has_succeeded, steps_left = True, config.steps_after_success
+        if result.ended:
+            break
     if not has_succeeded:
         return None
+    last = len(actions) - 1
+    images: dict[str, Any] = {c: np.stack([o.images[c] for o in observations]) for c in observations[0].images}
+    shown = [images[camera][step] for camera in images for step in (0, last // 2, last)]
+    if config.picture_format == "png":
+        images = {camera: [encode_png(picture, 1) for picture in pictures] for camera, pictures in images.items()}
     return Episode(
-        environment.task,
-        environment.instruction,
+        task.name,
+        task.instruction,
         number,
         attempt + 1,
         environment_seed,
         noisy,
-        {camera: np.stack([o[camera] for o in observations]) for camera in CAMERAS},
-        np.stack([o["observation.state"] for o in observations]),
+        images,
+        np.stack([o.state_D for o in observations]),
         np.stack(actions),
+        shown,
     )
 
 
-def record_episodes(config: RecordingConfig, task: str, numbers: Sequence[int]) -> list[Episode]:
+@lru_cache(maxsize=1)
+def simulator(config: RecordingConfig) -> Environment:
+    """This process's simulator: making one takes longer than an episode."""
+    backend, environment, _ = chosen(config)
+    assert backend.build is not None
+    return backend.build(environment)
+
+
+def record_episodes(config: RecordingConfig, task: TaskSpec, numbers: Sequence[int]) -> list[Episode]:
     """The successful episodes `numbers` of `task`. Raises ValueError when MAX_ATTEMPTS attempts at one all fail."""
-    environment = MetaWorldEnvironment(
-        task,
-        image_size=config.image_size,
-        fast_rendering=config.fast_rendering,
-        action_repeat=config.action_repeat,
-    )
+    environment = simulator(config)
     episodes = []
-    try:
-        for number in numbers:
-            attempts = (attempt_episode(environment, config, number, attempt) for attempt in range(MAX_ATTEMPTS))
-            episode = next((e for e in attempts if e is not None), None)
-            if episode is None:
-                raise ValueError(
-                    f"task {task}, episode {number}: the expert failed {MAX_ATTEMPTS} times in a row"
-                    f" -> raise --max-steps ({config.max_steps}), or lower --noise-sigma or --action-repeat"
-                )
-            episodes.append(episode)
-    finally:
-        environment.close()
+    for number in numbers:
+        attempts = (attempt_episode(environment, task, config, number, attempt) for attempt in range(MAX_ATTEMPTS))
+        episode = next((e for e in attempts if e is not None), None)
+        if episode is None:
+            raise ValueError(
+                f"task {task.name}, episode {number}: the expert failed {MAX_ATTEMPTS} times in a row"
+                f" -> raise --max-steps ({config.max_steps}), or lower --noise-sigma or --action-repeat"
+            )
+        episodes.append(episode)
     return episodes
 
 
 def simulate(config: RecordingConfig) -> Iterator[Episode]:
     """All episodes, task by task in the order of their numbers, whatever the number of processes."""
     jobs = [
-        (task_name(task), range(first, min(first + EPISODES_PER_JOB, config.episodes_per_task)))
-        for task in config.tasks
+        (task, range(first, min(first + EPISODES_PER_JOB, config.episodes_per_task)))
+        for task in chosen(config)[2]
         for first in range(0, config.episodes_per_task, EPISODES_PER_JOB)
     ]
     if config.num_processes == 1:
-        for task, numbers in jobs:
-            yield from record_episodes(config, task, numbers)
+        try:
+            for task, numbers in jobs:
+                yield from record_episodes(config, task, numbers)
+        finally:
+            simulator(config).close()
+            simulator.cache_clear()
         return
     # spawn: a GL context does not survive a fork.
     with ProcessPoolExecutor(config.num_processes, mp_context=get_context("spawn")) as pool:
         waiting = iter(jobs)
         running: list[Future[list[Episode]]] = []
         # A short window, since finished episodes wait in memory for their turn to be encoded.
-        for task, numbers in islice(waiting, config.num_processes + 1):
+        for task, numbers in islice(waiting, 2 * config.num_processes):
             running.append(pool.submit(record_episodes, config, task, numbers))
         while running:
             episodes = running.pop(0).result()
@@ -215,13 +266,15 @@ def simulate(config: RecordingConfig) -> Iterator[Episode]:
             yield from episodes
 
 
-def dataset_features(image_size: int) -> dict[str, dict[str, Any]]:
+def dataset_features(config: RecordingConfig, backend: EnvironmentBackend) -> dict[str, dict[str, Any]]:
     """LeRobot features of a recording."""
-    picture = {"dtype": "video", "shape": [image_size, image_size, 3], "names": ["height", "width", "channels"]}
+    side, dtype = config.image_size, "video" if config.picture_format == "video" else "image"
+    picture = {"dtype": dtype, "shape": [side, side, 3], "names": ["height", "width", "channels"]}
+    state, action = backend.state_names, backend.action_names
     return {
-        **{camera: dict(picture) for camera in CAMERAS},
-        "observation.state": {"dtype": "float32", "shape": [len(STATE_NAMES)], "names": list(STATE_NAMES)},
-        "action": {"dtype": "float32", "shape": [len(ACTION_NAMES)], "names": list(ACTION_NAMES)},
+        **{camera: dict(picture) for camera in backend.cameras},
+        "observation.state": {"dtype": "float32", "shape": [len(state)], "names": list(state)},
+        "action": {"dtype": "float32", "shape": [len(action)], "names": list(action)},
     }
 
 
@@ -243,9 +296,8 @@ def save_montage(rows: Sequence[tuple[str, list[np.ndarray]]], path: Path) -> No
 
 def montage_row(episode: Episode) -> tuple[str, list[np.ndarray]]:
     """Title and the first, middle and last picture of each camera."""
-    last = len(episode.actions_TA) - 1
-    pictures = [episode.images[camera][step] for camera in CAMERAS for step in (0, last // 2, last)]
-    return f"{episode.task}: {episode.instruction} ({last + 1} steps; top, wrist)", pictures
+    cameras = ", ".join(camera.rsplit(".", 1)[-1] for camera in episode.images)
+    return f"{episode.task}: {episode.instruction} ({len(episode.actions_TA)} steps; {cameras})", episode.montage
 
 
 def is_reusable(config: RecordingConfig) -> bool:
@@ -281,20 +333,21 @@ def record(config: RecordingConfig) -> Path:
     if partial.exists():
         print(f"{partial}: left by an interrupted recording, removed")
         shutil.rmtree(partial)
-    os.environ["MUJOCO_GL"] = backend = choose_backend()
-    print(f"rendering with MUJOCO_GL={backend}, fast rendering {'on' if config.fast_rendering else 'off'}")
-    fps = CONTROL_HZ / config.action_repeat
+    os.environ["MUJOCO_GL"] = gl = choose_backend()
+    print(f"rendering with MUJOCO_GL={gl}, fast rendering {'on' if config.fast_rendering else 'off'}")
+    backend, environment, tasks = chosen(config)
+    fps = backend.fps(environment)
     writer = LeRobotWriter(
         partial,
         fps=int(fps) if fps.is_integer() else fps,
-        features=dataset_features(config.image_size),
-        robot_type="sawyer_metaworld",
+        features=dataset_features(config, backend),
+        robot_type=backend.robot_type,
         codebase_version="v3.0",
         video_codec=config.video_codec,  # type: ignore[arg-type]  # the writer names the known ones
     )
     log: list[dict[str, Any]] = []
     montage: dict[str, tuple[str, list[np.ndarray]]] = {}
-    for episode in tqdm(simulate(config), total=len(config.tasks) * config.episodes_per_task, unit="episode"):
+    for episode in tqdm(simulate(config), total=len(tasks) * config.episodes_per_task, unit="episode"):
         columns = {"observation.state": episode.state_TD, "action": episode.actions_TA}
         writer.add_episode(columns, episode.images, episode.instruction)
         montage.setdefault(episode.task, montage_row(episode))
@@ -302,8 +355,8 @@ def record(config: RecordingConfig) -> Path:
         log.append({f: getattr(episode, f) for f in fields} | {"length": len(episode.actions_TA)})
     writer.finalize()
     save_montage(list(montage.values()), partial / "montage.png")
-    versions = {package: version(package) for package in ("metaworld", "mujoco")}
-    recording = {"settings": settings(config), "gl_backend": backend, "versions": versions, "episodes": log}
+    versions = {package: version(package) for package in backend.packages}
+    recording = {"settings": settings(config), "gl_backend": gl, "versions": versions, "episodes": log}
     (partial / RECORDING_FILE).write_text(json.dumps(recording, indent=1))
     if root.exists():
         root.rmdir()

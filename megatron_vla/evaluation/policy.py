@@ -98,7 +98,8 @@ def open_checkpoint(path: Path) -> CheckpointFolder:
 
 def serving_config(config: RunConfig) -> RunConfig:
     """The run's configuration in one process, without the switches that only training needs."""
-    return replace(config, parallel=ParallelConfig(), optimization=OptimizationConfig())
+    # This attention kernel works with cached keys and values, on every device and inside graphs.
+    return replace(config, parallel=ParallelConfig(), optimization=OptimizationConfig(attention_backend="sdpa"))
 
 
 def _one_process(device: torch.device) -> ParallelGroups:

@@ -1,4 +1,4 @@
-"""The quickstart, small: records, trains on two processes, is killed, resumes with the same losses, reports, and reuses."""
+"""The quickstart, small: records, trains, is killed, resumes with the same losses, evaluates, reports, and reuses."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tools.quickstart import QuickstartConfig, Stages, read_losses, report, trai
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--tasks", "reach", "button-press", "--episodes-per-task", "1", "--image-size", "56", "--train-iters", "60")
+SMALL += ("--trials-per-task", "1")
 
 
 def run_quickstart(output: Path) -> str:
@@ -50,10 +51,13 @@ def test_quickstart_from_nothing_and_again(tmp_path: Path) -> None:
         logs / "loss_curve.png",
         logs / "metrics.jsonl",
         output / "checkpoints/iter_0000060",
+        output / "checkpoints/evaluation/iter_0000060/report.md",
+        output / "checkpoints/evaluation/iter_0000060/montage.gif",
     ):
         assert path.exists() and str(path) in said
+    assert "| **all** |" in said and "rollout videos" in said
     again = run_quickstart(output)
-    assert again.count("reused") == 5 and "iteration      10/60" not in again
+    assert again.count("reused") == 6 and "iteration      10/60" not in again
     assert [line for line in again.splitlines() if line.startswith("loss ")] == [
         line for line in said.splitlines() if line.startswith("loss ")
     ]

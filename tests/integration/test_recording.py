@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,6 +15,7 @@ import pytest
 from megatron_vla.data.frame_source import FrameSource
 from megatron_vla.data.metadata import read_metadata
 from megatron_vla.evaluation.environments import metaworld, rendering
+from megatron_vla.evaluation.environments.interface import Observation, StepResult, TaskSpec, Trial
 from megatron_vla.evaluation.environments.metaworld import CAMERAS, INSTRUCTIONS, MetaWorldEnvironment, task_name
 from tools import record_demonstrations as recorder
 from tools.record_demonstrations import RecordingConfig, attempt_episode, is_reusable, record, simulate
@@ -97,7 +99,7 @@ def test_replaying_the_recorded_actions_gives_the_recorded_pictures(recorded: Pa
 def test_processes_and_task_order_change_nothing(gl_backend: str) -> None:
     one = {e.task: e for e in simulate(CONFIG)}
     two = {e.task: e for e in simulate(dataclasses.replace(CONFIG, num_processes=2, tasks=CONFIG.tasks[::-1]))}
-    assert list(two) == list(reversed(one))
+    assert list(two) == list(one), "the suite's order"
     for task, episode in one.items():
         for camera in CAMERAS:
             np.testing.assert_array_equal(episode.images[camera], two[task].images[camera])
@@ -130,29 +132,69 @@ def test_existing_recording_is_reused_or_refused(recorded: Path, capsys: pytest.
         record(dataclasses.replace(CONFIG, output=str(recorded), seed=4))
 
 
+@pytest.mark.simulator
+def test_a_used_simulator_records_the_same_as_a_new_one(gl_backend: str) -> None:
+    config = dataclasses.replace(CONFIG, tasks=("window-close",), noise_fraction=1.0)
+    task = recorder.chosen(config)[2][0]
+    first, second = recorder.record_episodes(config, task, [0, 1])
+    recorder.simulator(config).close()
+    recorder.simulator.cache_clear()
+    (alone,) = recorder.record_episodes(config, task, [1])
+    recorder.simulator(config).close()
+    recorder.simulator.cache_clear()
+    np.testing.assert_array_equal(second.actions_TA, alone.actions_TA)
+    np.testing.assert_array_equal(second.state_TD, alone.state_TD)
+    for camera in CAMERAS:
+        np.testing.assert_array_equal(second.images[camera], alone.images[camera])
+    assert first.environment_seed != second.environment_seed
+
+
+def test_png_recordings_hold_the_exact_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "choose_backend", lambda: "none")
+    monkeypatch.setattr(recorder, "version", lambda package: "0")
+    monkeypatch.setattr(recorder, "simulator", fake_simulator())
+    config = dataclasses.replace(
+        CONFIG, tasks=("window-close",), image_size=2, picture_format="png", output=str(tmp_path / "d")
+    )
+    table, findings = read_metadata(record(config))
+    assert not findings and table.num_episodes == 1
+    source = FrameSource(table, "pyav", 1)
+    for camera in CAMERAS:
+        frames = source.frames(camera, 0, [0, 3])
+        np.testing.assert_array_equal(frames[:, 0, 0, 0], [0, 3])
+
+
+TASK = TaskSpec(name="door-open-v3", instruction="Open a door with a revolving joint", max_steps=500)
+
+
+def fake_simulator(**options: Any) -> Any:
+    """Stands in for recorder.simulator."""
+    make = lambda config: FakeEnvironment(**options)  # noqa: E731
+    make.cache_clear = lambda: None  # type: ignore[attr-defined]
+    return make
+
+
 class FakeEnvironment:
     """Succeeds at step `success_step`; its expert asks for 0.1, 0.2, ... and it remembers what was executed."""
-
-    task, instruction = "door-open-v3", "Open a door with a revolving joint"
 
     def __init__(self, *_: object, success_step: int = 5, **__: object):
         self.success_step, self.executed = success_step, list[np.ndarray]()
 
-    def observe(self) -> dict[str, np.ndarray]:
+    def observe(self) -> Observation:
         step = len(self.executed)
         pictures = {camera: np.full((2, 2, 3), step, np.uint8) for camera in CAMERAS}
-        return {**pictures, "observation.state": np.full(4, step, np.float32)}
+        return Observation(pictures, np.full(4, step, np.float32), "")
 
-    def reset(self, seed: int) -> dict[str, np.ndarray]:
+    def reset(self, trial: Trial) -> Observation:
         self.executed = []
         return self.observe()
 
     def expert_action(self) -> np.ndarray:
         return np.full(4, 0.1 * (len(self.executed) + 1), np.float32)
 
-    def step(self, action_A: np.ndarray) -> tuple[dict[str, np.ndarray], bool]:
+    def step(self, action_A: np.ndarray, render: bool = True) -> StepResult:
         self.executed.append(action_A)
-        return self.observe(), len(self.executed) >= self.success_step
+        return StepResult(self.observe(), len(self.executed) >= self.success_step)
 
     def close(self) -> None:
         pass
@@ -161,7 +203,7 @@ class FakeEnvironment:
 def test_noise_is_executed_and_the_clean_action_recorded() -> None:
     config = dataclasses.replace(CONFIG, noise_fraction=1.0, noise_sigma=0.3, max_steps=800, steps_after_success=100)
     environment = FakeEnvironment(success_step=100)
-    episode = attempt_episode(environment, config, 0, 0)  # type: ignore[arg-type]  # a stand-in
+    episode = attempt_episode(environment, TASK, config, 0, 0)  # type: ignore[arg-type]  # a stand-in
     assert episode is not None and episode.noisy and len(episode.actions_TA) == 200
     np.testing.assert_allclose(episode.actions_TA[:, 0], 0.1 * np.arange(1, 201), rtol=1e-6)
     np.testing.assert_array_equal(episode.state_TD[:, 0], np.arange(200))
@@ -172,13 +214,13 @@ def test_noise_is_executed_and_the_clean_action_recorded() -> None:
 
 
 def test_recording_stops_some_steps_after_success_and_drops_failures() -> None:
-    episode = attempt_episode(FakeEnvironment(), CONFIG, 0, 0)  # type: ignore[arg-type]
+    episode = attempt_episode(FakeEnvironment(), TASK, CONFIG, 0, 0)  # type: ignore[arg-type]
     assert episode is not None and len(episode.actions_TA) == 5 + CONFIG.steps_after_success and not episode.noisy
-    assert attempt_episode(FakeEnvironment(success_step=1000), CONFIG, 0, 0) is None  # type: ignore[arg-type]
+    assert attempt_episode(FakeEnvironment(success_step=1000), TASK, CONFIG, 0, 0) is None  # type: ignore[arg-type]
 
 
 def test_hopeless_task_ends_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "MetaWorldEnvironment", lambda *_, **__: FakeEnvironment(success_step=1000))
+    monkeypatch.setattr(recorder, "simulator", fake_simulator(success_step=1000))
     with pytest.raises(ValueError, match=r"window-close-v3, episode 0.*failed 20 times.*--max-steps"):
         list(simulate(dataclasses.replace(CONFIG, tasks=("window-close",))))
 
@@ -202,7 +244,9 @@ def test_foreign_and_interrupted_folders(tmp_path: Path, monkeypatch: pytest.Mon
         ({"output": ""}, "--output is not set"),
         ({"image_size": 63}, "--image-size 63"),
         ({"tasks": ("drawer-opne",)}, "near: drawer-open-v3"),
-        ({"tasks": ("drawer-open", "drawer-open-v3")}, "none twice"),
+        ({"tasks": ("drawer-open", "drawer-open-v3")}, "named twice"),
+        ({"suite": "mt10", "tasks": ("assembly",)}, "--tasks assembly-v3: not in this suite"),
+        ({"suite": "mt11"}, "--suite mt11"),
         ({"episodes_per_task": 0}, "--episodes-per-task"),
         ({"noise_fraction": 1.5}, "--noise-fraction 1.5"),
     ],

@@ -6,9 +6,13 @@ tried in a process of its own, and the choice is printed by whoever asks for it.
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 _PROBE = """
@@ -21,6 +25,9 @@ renderer.render()
 
 # EGL also drives a GPU; OSMesa is software only, and on CPUs about twice as fast as EGL's software path.
 BACKENDS = ("egl", "osmesa")
+
+EGL_VENDOR_VARIABLE = "__EGL_VENDOR_LIBRARY_FILENAMES"
+NVIDIA_EGL = "libEGL_nvidia.so.0"
 
 INSTALL_HINT = "install one, for example on Debian or Ubuntu: apt-get install -y libegl1 libgl1-mesa-dri   (or: libosmesa6)"
 
@@ -45,12 +52,39 @@ def probe_backend(backend: str, timeout_seconds: float = 60.0) -> str | None:
     return lines[-1] if lines else f"exit status {result.returncode}"
 
 
+def nvidia_vendor_file() -> Path | None:
+    """A file that sends EGL to NVIDIA's driver, where that is installed; None without the driver.
+
+    Containers often have the driver's library but not the file that announces it: EGL then finds no device or uses the CPU.
+    """
+    try:
+        ctypes.CDLL(NVIDIA_EGL)
+    except OSError:
+        return None
+    path = Path(tempfile.gettempdir()) / f"megatron_vla_egl_vendor_{os.getuid()}.json"
+    path.write_text(json.dumps({"file_format_version": "1.0.0", "ICD": {"library_path": NVIDIA_EGL}}))
+    return path
+
+
+def use_nvidia_egl() -> bool:
+    """Point EGL (of this process and its children) at the GPU when it renders there; the user's own setting is left alone."""
+    if EGL_VENDOR_VARIABLE in os.environ or (path := nvidia_vendor_file()) is None:
+        return False
+    os.environ[EGL_VENDOR_VARIABLE] = str(path)
+    if probe_backend("egl") is None:
+        return True
+    del os.environ[EGL_VENDOR_VARIABLE]
+    return False
+
+
 def choose_backend() -> str:
     """The GL library for MUJOCO_GL: the user's own setting if there is one, else the first candidate that renders.
 
-    Raises ValueError with every candidate's own message when nothing renders.
+    EGL is sent to an NVIDIA GPU where one renders. Raises ValueError with every candidate's own message when nothing renders.
     """
     asked = os.environ.get("MUJOCO_GL")
+    if asked in (None, "egl") and use_nvidia_egl():
+        return "egl"
     failures = {}
     for backend in (asked,) if asked else BACKENDS:
         failure = probe_backend(backend)
