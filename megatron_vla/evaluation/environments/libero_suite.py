@@ -150,7 +150,7 @@ class LiberoTask:
 
     def reset(self, seed: int, initial_state: int | None) -> None:
         """See the file's docstring; no wait steps."""
-        # Left from the last episode: where fixtures stood (placements on them are drawn from it) and what the fingers were doing.
+        # Left from the last episode: where fixtures stood (placements on them follow from it), what the fingers were doing.
         self.model.body_pos[:], self.model.body_quat[:] = self._loaded_positions
         self._robot.gripper.current_action = np.zeros(self._robot.gripper.dof)
         with seeded(seed):

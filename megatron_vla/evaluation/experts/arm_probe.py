@@ -72,7 +72,7 @@ class ArmProbe:
         return float(first - second)
 
     def joints_for(self, position_3: np.ndarray, rotation_33: np.ndarray) -> np.ndarray | None:
-        """Joint angles [7] that bring the hand there (1 mm, 1 degree), near the present or the first ones; None when there are none."""
+        """Joint angles [7] that bring the hand there (1 mm, 1 degree), searched from the present and the first ones, or None."""
         for seed_7 in (self.data.qpos[self.arm_qpos], self.first_joints_7):
             joints_7 = self._solve(position_3, rotation_33, seed_7)
             if joints_7 is not None:

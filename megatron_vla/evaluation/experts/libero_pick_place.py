@@ -1,8 +1,8 @@
 """The scripted expert of LIBERO's pick-and-place tasks (all of libero_object and libero_spatial), bound to a simulator.
 
-It knows the goal from the task's BDDL file, `On(object, plate)` or `In(object, basket region)`, reads all poses and shapes from the
-simulator, looks for a grasp that the arm can reach without touching anything else (see arm_probe), and acts through the policy's
-own seven numbers. When a grasp comes up empty it plans another one from where it is.
+It knows the goal from the task's BDDL file, `On(object, plate)` or `In(object, basket region)`, reads all poses and shapes from
+the simulator, looks for a grasp that the arm can reach without touching anything else (see arm_probe), and acts through the
+policy's own seven numbers. When a grasp comes up empty it plans another one from where it is.
 """
 
 from __future__ import annotations
@@ -92,9 +92,7 @@ class LiberoExpert:
         rotation_33, angle_now = upright_hand(self.probe)
         make = rim_candidates if self.style == "rim" else pinch_candidates
         candidates = [c for c in make(points_N3, angle_now) if not any(is_same(c, tried) for tried in self.tried)]
-        options = [
-            (candidate.cost + TILT_COST * tilt, tilt, candidate) for candidate in candidates for tilt in TILTS
-        ]
+        options = [(candidate.cost + TILT_COST * tilt, tilt, candidate) for candidate in candidates for tilt in TILTS]
         options.sort(key=lambda option: option[0])
         # Wide open where there is room; in a drawer the fingers go down half closed.
         for finger in (FINGER_OPEN, HALF_OPEN):
@@ -115,7 +113,7 @@ class LiberoExpert:
         return None
 
     def _lean_out(self, candidate: GraspCandidate, tilt: float) -> np.ndarray:
-        """Rotation [3, 3] about the closing direction that brings the finger tips away from the robot, which reaches farther so."""
+        """Rotation [3, 3] about the closing direction: finger tips away from the robot, which reaches farther so."""
         away_2 = candidate.position_3[:2] - self.data.xpos[self.probe.shoulder_body][:2]
         angle = candidate.closing_angle
         # Turning "down" about (cos, sin, 0) moves it towards (-sin, cos, 0).
@@ -127,7 +125,7 @@ class LiberoExpert:
         probe, target_root = self.probe, int(self.model.body_rootid[self.object_body])
         with probe.clearance():
             for rise in APPROACH_CHECKS:
-                joints_7 = probe.joints_for(plan.grasp_3 + [0, 0, rise], plan.grasp_rotation_33)
+                joints_7 = probe.joints_for(plan.grasp_3 + np.array([0.0, 0.0, rise]), plan.grasp_rotation_33)
                 if joints_7 is None or probe.touched(joints_7, finger):
                     return None
                 if rise == 0.0:
@@ -141,9 +139,7 @@ class LiberoExpert:
         closing_3 = np.array([np.cos(candidate.closing_angle), np.sin(candidate.closing_angle), 0.0])
         return probe.closes_on(grasp_joints_7, target_root, closing_3)
 
-    def _plan_for(
-        self, candidate: GraspCandidate, grasp_33: np.ndarray, finger: float, points_N3: np.ndarray
-    ) -> PickPlacePlan:
+    def _plan_for(self, candidate: GraspCandidate, grasp_33: np.ndarray, finger: float, points_N3: np.ndarray) -> PickPlacePlan:
         grasp_3, place_3 = candidate.position_3, self._place()
         hangs = grasp_3[2] - points_N3[:, 2].min()
         if self._highest is None:

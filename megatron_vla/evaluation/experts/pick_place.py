@@ -1,7 +1,7 @@
 """Pick and place as a closed loop: from what is where now to the next action, by phases. No simulator in here.
 
-above -> descend -> close -> lift -> carry -> lower -> release -> retreat -> done; a phase ends when its goal is reached, or when
-it takes too long. The object's pose is read at every step, so that a slip in the fingers is corrected on the way. A grasp that
+above -> descend -> close -> lift -> carry -> lower -> release -> retreat -> done; a phase ends when its goal is reached, or
+when it takes too long. The object's pose is read at every step, so that a slip in the fingers is corrected on the way. A grasp that
 comes up empty lets go and rises (`recover`), then has `failed`; whoever planned it plans another one.
 
 Actions are those of robosuite's OSC_POSE controller at 20 Hz: [0:3] shift of the hand (1 = 5 cm), [3:6] rotation as axis times
@@ -117,7 +117,7 @@ class PickPlaceController:
                 return np.append(state.hand_3[:2], plan.carry_height), plan.place_rotation_33, OPEN
 
     def _next_phase(self, state: SceneState) -> Phase:
-        plan, steps = self.plan, self._steps_in_phase
+        steps = self._steps_in_phase
         goal_3, rotation_33, _ = self._goal(state)
         error_3 = np.abs(goal_3 - state.hand_3)
         turned = float(np.linalg.norm(axis_angle(rotation_33 @ state.hand_rotation_33.T)))
@@ -170,7 +170,7 @@ def servo_action(state: SceneState, goal_3: np.ndarray, rotation_33: np.ndarray,
     """One step towards a hand pose on a straight line, float32 [7]."""
     shift_3 = GAIN * (goal_3 - state.hand_3) / METRES_PER_ACTION
     turn_3 = GAIN * axis_angle(rotation_33 @ state.hand_rotation_33.T) / RADIANS_PER_ACTION
-    # Level and upright shifts are limited each for itself: a long way down must not weaken the hold on the line above the object.
+    # Level and upright shifts are limited each for itself: a long way down must not weaken the hold on the line down.
     shift_3[:2] /= max(1.0, float(np.abs(shift_3[:2]).max()))
     shift_3[2] = np.clip(shift_3[2], -1.0, 1.0)
     turn_3 /= max(1.0, float(np.abs(turn_3).max()))
