@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_vla.evaluation.experts.scene_geometry import axis_angle
+
 GRIP_SITE = "gripper0_grip_site"
 ARM_JOINTS = tuple(f"robot0_joint{i}" for i in range(1, 8))
 FINGER_JOINTS = ("gripper0_finger_joint1", "gripper0_finger_joint2")
@@ -72,7 +74,7 @@ class ArmProbe:
         return float(first - second)
 
     def joints_for(self, position_3: np.ndarray, rotation_33: np.ndarray) -> np.ndarray | None:
-        """Joint angles [7] that bring the hand there (1 mm, 1 degree), searched from the present and the first ones, or None."""
+        """Joint angles [7] that bring the hand there (1 mm, 1 degree), searched from the present and the first, or None."""
         for seed_7 in (self.data.qpos[self.arm_qpos], self.first_joints_7):
             joints_7 = self._solve(position_3, rotation_33, seed_7)
             if joints_7 is not None:
@@ -154,21 +156,3 @@ class ArmProbe:
                 is_good = max(openings) - min(openings) <= 0.012 and min(cosines) > 0.8
                 return min(cosines) if is_good else None
         return None
-
-
-def axis_angle(rotation_33: np.ndarray) -> np.ndarray:
-    """Rotation matrix -> axis times angle [3]."""
-    cosine = np.clip((np.trace(rotation_33) - 1) / 2, -1.0, 1.0)
-    angle = np.arccos(cosine)
-    axis_3 = np.array(
-        [
-            rotation_33[2, 1] - rotation_33[1, 2],
-            rotation_33[0, 2] - rotation_33[2, 0],
-            rotation_33[1, 0] - rotation_33[0, 1],
-        ]
-    )
-    norm = np.linalg.norm(axis_3)
-    if norm < 1e-6:
-        # No turn, or half a turn, which no error here comes near.
-        return np.zeros(3)
-    return axis_3 / norm * angle

@@ -20,6 +20,7 @@ from megatron_vla.evaluation.experts.grasp_candidates import (
     wrapped_angle,
 )
 from megatron_vla.evaluation.experts.pick_place import FINGER_PER_STEP, OPEN, PickPlaceController, PickPlacePlan, SceneState
+from megatron_vla.evaluation.experts.scene_geometry import about_horizontal, about_z, body_points, highest_between
 
 # How an object of a category is taken. Everything else is pinched.
 GRASP_STYLES: dict[str, GraspStyle] = {"akita_black_bowl": "rim", "white_bowl": "rim"}
@@ -27,6 +28,9 @@ GRASP_STYLES: dict[str, GraspStyle] = {"akita_black_bowl": "rim", "white_bowl": 
 APPROACH_CHECKS = (0.0, 0.02, 0.045, 0.08)
 APPROACH_HEIGHT = 0.10
 CARRY_MARGIN = 0.05
+MIN_LIFT = 0.08
+# Steps between two searches for a grasp when the first found none.
+IDLE_STEPS = 25
 HALF_OPEN = 0.02
 # The hand may lean by so much (radians) about the direction in which the fingers close, to reach farther.
 TILTS = (0.0, 0.25, 0.5)
@@ -50,18 +54,20 @@ class LiberoExpert:
         self.style: GraspStyle = GRASP_STYLES.get(category, "pinch")
         self.object_body = environment.obj_body_id[object_name]
         self.tried: list[GraspCandidate] = []
-        self._highest: float | None = None
+        self._idle_steps = 0
         self.controller: PickPlaceController | None = None
         self.attempts = 0
 
     def action(self) -> np.ndarray:
         """The next action, float32 [7]."""
         if self.controller is None or self.controller.phase in ("failed", "done"):
-            self._highest = None
-            plan = self._plan()
+            self._idle_steps -= 1
+            plan = self._plan() if self._idle_steps < 0 else None
             if plan is None:
-                # Nothing is left to try, or the object is out of reach: the trial will run out.
-                self.tried.clear()
+                # Nothing that was not tried before can be reached: wait, begin again, and in the end the trial runs out.
+                if self._idle_steps < 0:
+                    self.tried.clear()
+                    self._idle_steps = IDLE_STEPS
                 return np.array([0, 0, 0, 0, 0, 0, OPEN], np.float32)
             self.controller = PickPlaceController(plan)
             self.attempts += 1
@@ -70,37 +76,53 @@ class LiberoExpert:
     def state(self) -> SceneState:
         """Everything that the controller looks at, now."""
         hand_3, rotation_33 = self.probe.hand_pose()
-        return SceneState(hand_3, rotation_33, self.probe.opening(), self._object_position(), self._place()[:2])
+        return SceneState(hand_3, rotation_33, self.probe.opening(), self._object_position(), self._place_2())
 
     def _object_position(self) -> np.ndarray:
         return self.data.xpos[self.object_body].copy()
 
-    def _place(self) -> np.ndarray:
-        """Where the object's origin has to go, [3]; z: what it will stand on."""
+    def _place_2(self) -> np.ndarray:
+        """Where the object's origin has to go."""
+        if self.relation == "on":
+            return self.data.xpos[self.environment.obj_body_id[self.target_name]][:2].copy()
+        return self.data.site_xpos[self.environment.sim.model.site_name2id(self.target_name)][:2].copy()
+
+    def _release_height(self, hangs: float) -> float:
+        """z of the hand at which an object may be let go whose lowest point is `hangs` below the hand."""
         if self.relation == "on":
             points_N3 = body_points(self.model, self.data, self.environment.obj_body_id[self.target_name])
-            centre_3 = self.data.xpos[self.environment.obj_body_id[self.target_name]].copy()
-            # A plate's middle is lower than its edge.
-            inner_N = np.linalg.norm(points_N3[:, :2] - centre_3[:2], axis=1) < 0.04
-            return np.append(centre_3[:2], points_N3[inner_N, 2].max() if inner_N.any() else centre_3[2])
+            # A plate's middle is lower than its edge. 4 mm below: until it touches.
+            is_inner_N = np.linalg.norm(points_N3[:, :2] - self._place_2(), axis=1) < 0.04
+            return float(points_N3[is_inner_N, 2].max(initial=points_N3[:, 2].min())) + hangs - 0.004
+        # As deep in the basket as the palm, 4.5 cm above the hand's reference point, goes.
         site = self.environment.sim.model.site_name2id(self.target_name)
-        return self.data.site_xpos[site].copy() - [0, 0, self.model.site_size[site][2]]
+        return float(self.data.site_xpos[site][2] + self.model.site_size[site][2]) - 0.03
 
     def _plan(self) -> PickPlacePlan | None:
-        """The best feasible grasp that was not tried before; None when there is none."""
+        """The best grasp that was not tried before; None when none can be reached."""
         points_N3 = body_points(self.model, self.data, self.object_body)
         rotation_33, angle_now = upright_hand(self.probe)
         make = rim_candidates if self.style == "rim" else pinch_candidates
         candidates = [c for c in make(points_N3, angle_now) if not any(is_same(c, tried) for tried in self.tried)]
         options = [(candidate.cost + TILT_COST * tilt, tilt, candidate) for candidate in candidates for tilt in TILTS]
         options.sort(key=lambda option: option[0])
+        ignored_roots = int(self.model.body_rootid[self.object_body]), self.probe.robot_root
+        highest = highest_between(self.model, self.data, self._object_position()[:2], self._place_2(), ignored_roots)
         # Wide open where there is room; in a drawer the fingers go down half closed.
         for finger in (FINGER_OPEN, HALF_OPEN):
             feasible: list[tuple[float, GraspCandidate, PickPlacePlan]] = []
             for cost, tilt, candidate in options:
                 turn = wrapped_angle(candidate.closing_angle - angle_now)
                 grasp_33 = self._lean_out(candidate, tilt) @ about_z(turn) @ rotation_33
-                plan = self._plan_for(candidate, grasp_33, finger, points_N3)
+                hangs = float(candidate.position_3[2] - points_N3[:, 2].min())
+                plan = PickPlacePlan(
+                    grasp_3=candidate.position_3,
+                    rotation_33=grasp_33,
+                    approach_height=candidate.position_3[2] + APPROACH_HEIGHT,
+                    carry_height=max(highest + hangs + CARRY_MARGIN, candidate.position_3[2] + MIN_LIFT),
+                    release_height=self._release_height(hangs),
+                    closing_steps=round((FINGER_OPEN - finger) / FINGER_PER_STEP),
+                )
                 squareness = self._squareness(candidate, plan, finger)
                 if squareness is not None:
                     feasible.append((cost + UNSQUARE_COST * (1.0 - squareness), candidate, plan))
@@ -123,54 +145,23 @@ class LiberoExpert:
     def _squareness(self, candidate: GraspCandidate, plan: PickPlacePlan, finger: float) -> float | None:
         """See ArmProbe.closes_on; None also when the arm cannot go there and on to the place without touching anything."""
         probe, target_root = self.probe, int(self.model.body_rootid[self.object_body])
+        grasp_joints_7 = None
         with probe.clearance():
+            # Down to up: most of what is not feasible is so at the grasp itself.
             for rise in APPROACH_CHECKS:
-                joints_7 = probe.joints_for(plan.grasp_3 + np.array([0.0, 0.0, rise]), plan.grasp_rotation_33)
+                joints_7 = probe.joints_for(plan.grasp_3 + np.array([0.0, 0.0, rise]), plan.rotation_33)
                 if joints_7 is None or probe.touched(joints_7, finger):
                     return None
-                if rise == 0.0:
-                    grasp_joints_7 = joints_7
+                grasp_joints_7 = joints_7 if grasp_joints_7 is None else grasp_joints_7
         offset_2 = plan.grasp_3[:2] - self._object_position()[:2]
         for height in (plan.carry_height, plan.release_height):
-            position_3 = np.append(self._place()[:2] + offset_2, height)
-            joints_7 = probe.joints_for(position_3, plan.place_rotation_33)
+            position_3 = np.append(self._place_2() + offset_2, height)
+            joints_7 = probe.joints_for(position_3, plan.rotation_33)
             if joints_7 is None or probe.touched(joints_7, finger, ignored_root=target_root):
                 return None
+        assert grasp_joints_7 is not None
         closing_3 = np.array([np.cos(candidate.closing_angle), np.sin(candidate.closing_angle), 0.0])
         return probe.closes_on(grasp_joints_7, target_root, closing_3)
-
-    def _plan_for(self, candidate: GraspCandidate, grasp_33: np.ndarray, finger: float, points_N3: np.ndarray) -> PickPlacePlan:
-        grasp_3, place_3 = candidate.position_3, self._place()
-        hangs = grasp_3[2] - points_N3[:, 2].min()
-        if self._highest is None:
-            self._highest = self._highest_between(self._object_position()[:2], place_3[:2])
-        # On a plate: until it touches. In a basket: until its bottom is well inside.
-        release_height = place_3[2] + hangs + (-0.004 if self.relation == "on" else 0.03)
-        return PickPlacePlan(
-            grasp_3=grasp_3,
-            grasp_rotation_33=grasp_33,
-            approach_height=grasp_3[2] + APPROACH_HEIGHT,
-            carry_height=max(self._highest + hangs + CARRY_MARGIN, grasp_3[2] + 0.08),
-            release_height=release_height,
-            place_rotation_33=grasp_33,
-            closing_steps=round((FINGER_OPEN - finger) / FINGER_PER_STEP),
-        )
-
-    def _highest_between(self, start_2: np.ndarray, end_2: np.ndarray, width: float = 0.10) -> float:
-        """z of the highest thing in a corridor between two places, robot and carried object left out."""
-        path_2 = end_2 - start_2
-        length = float(np.linalg.norm(path_2))
-        highest = 0.0
-        carried = int(self.model.body_rootid[self.object_body])
-        for geom in solid_geoms(self.model):
-            if self.probe.root_of_geom[geom] in (carried, self.probe.robot_root) or self.model.geom_type[geom] == 0:
-                continue
-            for point_3 in geom_points(self.model, self.data, geom):
-                offset_2 = point_3[:2] - start_2
-                along = float(np.clip(offset_2 @ path_2 / max(length, 1e-6), 0.0, length))
-                if np.linalg.norm(offset_2 - along * path_2 / max(length, 1e-6)) < width:
-                    highest = max(highest, float(point_3[2]))
-        return highest
 
 
 def single_goal(goal_state: list[list[str]]) -> tuple[str, str, str]:
@@ -192,39 +183,7 @@ def upright_hand(probe: ArmProbe) -> tuple[np.ndarray, float]:
     return np.stack([x_3, np.cross(down_3, x_3), down_3], axis=1), probe.closing_angle()
 
 
-def about_z(angle: float) -> np.ndarray:
-    """Rotation matrix about the vertical."""
-    cosine, sine = np.cos(angle), np.sin(angle)
-    return np.array([[cosine, -sine, 0.0], [sine, cosine, 0.0], [0.0, 0.0, 1.0]])
-
-
-def about_horizontal(angle: float, turn: float) -> np.ndarray:
-    """Rotation matrix by `turn` about the level axis at `angle`; a vector that points down leans to the axis' left."""
-    cosine, sine = np.cos(turn), np.sin(turn)
-    lean_33 = np.array([[1.0, 0.0, 0.0], [0.0, cosine, -sine], [0.0, sine, cosine]])
-    return about_z(angle) @ lean_33 @ about_z(-angle)
-
-
 def is_same(one: GraspCandidate, other: GraspCandidate) -> bool:
     """Whether two candidates are so near that the second would fail as the first did."""
     near = np.linalg.norm(one.position_3 - other.position_3) < 0.012
     return bool(near and abs(wrapped_angle(one.closing_angle - other.closing_angle)) < 0.2)
-
-
-def solid_geoms(model: Any) -> np.ndarray:
-    """Numbers of the geoms that collide."""
-    return np.flatnonzero((model.geom_contype != 0) | (model.geom_conaffinity != 0))
-
-
-def geom_points(model: Any, data: Any, geom: int, per_side: int = 4) -> np.ndarray:
-    """A grid of points [N, 3] in the geom's bounding box, which is the geom itself for LIBERO's box decompositions."""
-    centre_3, half_3 = model.geom_aabb[geom][:3], model.geom_aabb[geom][3:]
-    grid_N3 = np.stack(np.meshgrid(*[np.linspace(-1, 1, per_side)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
-    return data.geom_xpos[geom] + (centre_3 + grid_N3 * half_3) @ data.geom_xmat[geom].reshape(3, 3).T
-
-
-def body_points(model: Any, data: Any, body: int) -> np.ndarray:
-    """Points [N, 3] of everything solid in the tree of a body."""
-    root = model.body_rootid[body]
-    geoms = [g for g in solid_geoms(model) if model.body_rootid[model.geom_bodyid[g]] == root]
-    return np.concatenate([geom_points(model, data, g) for g in geoms])

@@ -1,8 +1,8 @@
 """Pick and place as a closed loop: from what is where now to the next action, by phases. No simulator in here.
 
 above -> descend -> close -> lift -> carry -> lower -> release -> retreat -> done; a phase ends when its goal is reached, or
-when it takes too long. The object's pose is read at every step, so that a slip in the fingers is corrected on the way. A grasp that
-comes up empty lets go and rises (`recover`), then has `failed`; whoever planned it plans another one.
+when it takes too long. The object's pose is read at every step, so that a slip in the fingers is corrected on the way. A grasp
+that comes up empty lets go and rises (`recover`), then has `failed`; whoever planned it plans another one.
 
 Actions are those of robosuite's OSC_POSE controller at 20 Hz: [0:3] shift of the hand (1 = 5 cm), [3:6] rotation as axis times
 angle in the world frame (1 = 0.5 rad), [6] gripper (-1 opens, +1 closes). Lengths in metres, world frame, z up.
@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_vla.evaluation.experts.arm_probe import axis_angle
+from megatron_vla.evaluation.experts.scene_geometry import axis_angle
 
 Phase = Literal["above", "descend", "close", "lift", "carry", "lower", "release", "retreat", "recover", "done", "failed"]
 
@@ -52,18 +52,17 @@ class SceneState:
 class PickPlacePlan:
     """Where to grasp and how high to travel.
 
-    grasp_3, grasp_rotation_33: hand pose of the grasp.  approach_height: z from which the hand goes straight down.
+    grasp_3, rotation_33: hand pose of the grasp; the rotation is kept until the end.
+    approach_height: z from which the hand goes straight down.
     carry_height: z of the hand while it carries.  release_height: z of the hand at which the object may be let go.
-    place_rotation_33: hand rotation while it carries and places.
     closing_steps: control steps for which the open fingers close before the hand goes down (tight places); 0: wide open.
     """
 
     grasp_3: np.ndarray
-    grasp_rotation_33: np.ndarray
+    rotation_33: np.ndarray
     approach_height: float
     carry_height: float
     release_height: float
-    place_rotation_33: np.ndarray
     closing_steps: int = 0
 
 
@@ -100,21 +99,21 @@ class PickPlaceController:
         over_place_2 = state.hand_3[:2] + state.place_2 - state.object_3[:2]
         match self.phase:
             case "above":
-                return np.append(plan.grasp_3[:2], plan.approach_height), plan.grasp_rotation_33, open_before_grasp
+                return np.append(plan.grasp_3[:2], plan.approach_height), plan.rotation_33, open_before_grasp
             case "descend":
-                return plan.grasp_3, plan.grasp_rotation_33, open_before_grasp
+                return plan.grasp_3, plan.rotation_33, open_before_grasp
             case "close":
-                return plan.grasp_3, plan.grasp_rotation_33, CLOSE
+                return plan.grasp_3, plan.rotation_33, CLOSE
             case "lift":
-                return np.append(plan.grasp_3[:2], plan.carry_height), plan.grasp_rotation_33, CLOSE
+                return np.append(plan.grasp_3[:2], plan.carry_height), plan.rotation_33, CLOSE
             case "carry":
-                return np.append(over_place_2, plan.carry_height), plan.place_rotation_33, CLOSE
+                return np.append(over_place_2, plan.carry_height), plan.rotation_33, CLOSE
             case "lower":
-                return np.append(over_place_2, plan.release_height), plan.place_rotation_33, CLOSE
+                return np.append(over_place_2, plan.release_height), plan.rotation_33, CLOSE
             case "release":
-                return state.hand_3, plan.place_rotation_33, OPEN
+                return state.hand_3, plan.rotation_33, OPEN
             case _:
-                return np.append(state.hand_3[:2], plan.carry_height), plan.place_rotation_33, OPEN
+                return np.append(state.hand_3[:2], plan.carry_height), plan.rotation_33, OPEN
 
     def _next_phase(self, state: SceneState) -> Phase:
         steps = self._steps_in_phase
