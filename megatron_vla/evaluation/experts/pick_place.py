@@ -95,7 +95,7 @@ class PickPlaceController:
         if plan.closing_steps == 0:
             open_before_grasp = OPEN
         else:
-            open_before_grasp = CLOSE if self.phase == "above" and self._steps_in_phase < plan.closing_steps else HOLD
+            open_before_grasp = CLOSE if self.phase == "above" and self._steps_in_phase <= plan.closing_steps else HOLD
         over_place_2 = state.hand_3[:2] + state.place_2 - state.object_3[:2]
         match self.phase:
             case "above":
