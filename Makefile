@@ -7,6 +7,8 @@ TORCH ?= torch==2.13.0
 EXTRAS ?= data,eval,serve,log,dev
 QUICKSTART_ARGS ?=
 PYTEST_ARGS ?=
+# Test processes; a file's tests stay together, so module fixtures are built once.
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -43,10 +45,10 @@ quickstart:
 
 # Linter, formatter and type checker run as tests too (tests/unit/test_house_rules.py), so one closing line tells everything.
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 test-distributed: $(STAMP)
-	$(BIN)/python -m pytest tests/distributed -m "distributed_full or not distributed_full" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/distributed -m "" $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

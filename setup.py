@@ -1,4 +1,4 @@
-"""Package megatron_vla. `kernels/` is installed as megatron_vla.kernels, so it never shadows a public package of that name."""
+"""Package megatron_vla. `kernels/` is its subpackage megatron_vla.kernels (a link), so it never shadows a public package."""
 
 from __future__ import annotations
 
@@ -49,19 +49,13 @@ class NvccBuild(build_ext):
         subprocess.run(command, check=True)
 
 
-def kernel_packages() -> list[str]:
-    """megatron_vla.kernels and one package per kernel folder."""
-    return ["megatron_vla.kernels", *(f"megatron_vla.kernels.{name}" for name in find_packages("kernels"))]
-
-
 setup(
     name="megatron-vla",
     version=read_version(),
     description="Megatron-style training of Vision-Language-Action models",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=[*find_packages(include=["megatron_vla", "megatron_vla.*"]), *kernel_packages()],
-    package_dir={"megatron_vla.kernels": "kernels"},
+    packages=find_packages(include=["megatron_vla", "megatron_vla.*"]),
     # No upper bound above what the GPU machines carry and no floor that would replace an installed torch: install torch
     # first, in the build (CPU, CUDA) that the machine needs.
     install_requires=[
@@ -92,7 +86,7 @@ setup(
         "aloha": ["gym-aloha", "gymnasium"],
         "log": ["matplotlib", "tensorboard", "wandb"],
         "gpu": ["transformer-engine[core_cu13,pytorch]", "flash-attn", "torchao"],
-        "dev": ["pytest==9.2.0", "ruff==0.17.6", "mypy==2.4.1", "tensorboard", "wandb", "matplotlib"],
+        "dev": ["pytest==9.2.0", "pytest-xdist==3.8.0", "ruff==0.17.6", "mypy==2.4.1", "tensorboard", "wandb", "matplotlib"],
     },
     ext_modules=cuda_extensions(),
     cmdclass={"build_ext": NvccBuild},

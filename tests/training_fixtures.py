@@ -31,13 +31,14 @@ def tiny_config(*extra: str) -> RunConfig:
     return parse_args([*TINY, *extra])
 
 
-def build_run(config: RunConfig, groups: ParallelGroups) -> TrainingRun:
-    """Everything but the loop, from random weights."""
+def build_run(config: RunConfig, groups: ParallelGroups, *, with_buffers: bool = False) -> TrainingRun:
+    """Everything but the loop, from random weights. with_buffers: gradient buffers also where a step could do without."""
     family = model_family(config.model.model_name)
     supply = build_data(config, family)
     module = family.build(config, groups)
     module = apply_optimizations(module, config.optimization, lambda line: None)
-    model = wrap(module, config.parallel, groups, family.block_names)
+    num_microbatches = None if with_buffers else config.num_microbatches(groups.world_size)
+    model = wrap(module, config.parallel, groups, family.block_names, num_microbatches)
     optimizer = AdamW(module.named_parameters(), config.optimizer, model.owned_part)
     average = None if config.optimizer.ema_decay is None else ParameterAverage(optimizer, config.optimizer.ema_decay)
     schedule = build_schedule(config.optimizer, config.training.train_iters, config.global_batch_size(groups.world_size))

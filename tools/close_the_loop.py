@@ -109,6 +109,26 @@ class LoopConfig:
     """Simulator processes, and data workers of the training."""
 
 
+@dataclass(frozen=True)
+class StopAfter:
+    """Ends a training by SIGTERM (it saves then) `seconds` after its first metrics: loading and compiling do not count."""
+
+    seconds: float
+    metrics: Path
+
+    def watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Returns when the signal was sent, or the process has ended by itself."""
+        deadline = None
+        while process.poll() is None:
+            if deadline is None and self.metrics.exists() and self.metrics.stat().st_size > 0:
+                deadline = time.monotonic() + self.seconds
+            if deadline is not None and time.monotonic() > deadline:
+                print(f"   {self.seconds:.0f} s of training are over: asking it to save and stop", flush=True)
+                process.send_signal(signal.SIGTERM)
+                return
+            time.sleep(0.2)
+
+
 @dataclass
 class Loop:
     """The stages of one run, their environment and their times."""
@@ -117,18 +137,15 @@ class Loop:
     environment: dict[str, str]
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def run(self, stage: str, command: Sequence[object], stop_after: float | None = None, accept: Sequence[int] = (0,)) -> int:
-        """Print and run one command in the repository root; SIGTERM after `stop_after` seconds. SystemExit when it fails."""
+    def run(self, stage: str, command: Sequence[object], accept: Sequence[int] = (0,), stop: StopAfter | None = None) -> int:
+        """Print and run one command in the repository root. SystemExit when it fails."""
         words = [sys.executable, *map(str, command)]
         print(f"\n== {stage}\n$ {shlex.join(words)}", flush=True)
         started = time.monotonic()
         process = subprocess.Popen(words, cwd=ROOT, env=self.environment)
-        try:
-            status = process.wait(stop_after)
-        except subprocess.TimeoutExpired:
-            print(f"   {stop_after:.0f} s are over: asking it to save and stop", flush=True)
-            process.send_signal(signal.SIGTERM)
-            status = process.wait()
+        if stop is not None:
+            stop.watch(process)
+        status = process.wait()
         self.seconds[stage] = time.monotonic() - started
         print(f"   {stage}: {self.seconds[stage]:.0f} s", flush=True)
         if status not in accept:
@@ -184,7 +201,7 @@ def training_command(config: LoopConfig, output: Path) -> list[object]:
         *("--data-path", output / "demonstrations", "--tokenizer-model", output / "tokenizer.model"),
         *(*CAMERA_MAP, *DATA_FLAGS, "--num-workers", str(max(1, config.num_processes - 2))),
         *("--micro-batch-size", str(config.micro_batch_size), "--lr", str(config.lr), "--lr-warmup-iters", "100"),
-        *("--weight-decay", "0.01", "--ema-decay", "0.998", "--log-interval", "50", *schedule),
+        *("--weight-decay", "0.01", "--ema-decay", "0.995", "--log-interval", "20", *schedule),
         *("--save", save, "--load", save, *shlex.split(config.train_flags)),
     ]
 
@@ -214,8 +231,12 @@ def record_and_train(loop: Loop, output: Path) -> None:
     tokenizer = output / "tokenizer.model"
     if not tokenizer.exists():
         loop.run("tokenizer", ["tools/train_tokenizer.py", "--data-path", demonstrations, "--output", tokenizer])
-    limit = None if config.train_iters is not None else config.train_seconds
-    loop.run("train", training_command(config, output), stop_after=limit)
+    save = output / config.train_name
+    if config.train_iters is None and save.exists():
+        print(f"\n== train\n{save} is there, reused (another --train-name trains again)")
+        return
+    stop = None if config.train_iters is not None else StopAfter(config.train_seconds, save / "logs/metrics.jsonl")
+    loop.run("train", training_command(config, output), stop=stop)
 
 
 def close_the_loop(config: LoopConfig) -> int:

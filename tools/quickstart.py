@@ -202,6 +202,8 @@ def evaluation_command(config: QuickstartConfig, output: Path) -> list[str]:
         "eval_image_size": config.image_size,
         "eval_action_repeat": ACTION_REPEAT,
         "eval_max_steps": 60,
+        # Half of the model's own number of steps: as good here, and twice as fast on two cores.
+        "eval_inference_steps": 5,
         "eval_workers": config.num_processes,
     }
     suite = ("--eval-suite", "mt50", "--eval-tasks", *config.tasks)

@@ -58,7 +58,8 @@ class OptimizerConfig:
     """Denominator term."""
 
     fused_adam: bool = True
-    """On GPUs update fp32 main parameters in torch's fused multi-tensor kernel; off: one kernel per operation (as on CPU)."""
+    """On GPUs update all fp32 main parameters in one kernel: kernels/adamw, or torch's own where that was not built (printed).
+    Off: one kernel per operation, as on CPU."""
 
     weight_decay: float = 1e-10
     """Decoupled weight decay on every parameter (openpi 1e-10, LeRobot 0.01)."""

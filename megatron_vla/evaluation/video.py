@@ -6,6 +6,7 @@ Shape legend: H height, W width.
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import numpy as np
 
 MAX_BYTES = 490_000
 BORDER = 3
-HEADING = 12
+HEADING = 24  # two lines of text
 GREEN, RED = (40, 160, 60), (200, 50, 40)
 HOLD_LAST = 6  # pictures that the end stays on screen
 
@@ -26,7 +27,8 @@ def with_heading(picture_HWC: np.ndarray, text: str, colour: tuple[int, int, int
     sheet = Image.new("RGB", (width + 2 * BORDER, height + HEADING + 2 * BORDER), colour or (255, 255, 255))
     draw = ImageDraw.Draw(sheet)
     draw.rectangle((0, 0, width + 2 * BORDER, HEADING), fill=(255, 255, 255))
-    draw.text((BORDER, 0), text[: width // 6], fill=(0, 0, 0))
+    lines = textwrap.wrap(text, max(8, width // 6), max_lines=2, placeholder="...")
+    draw.multiline_text((BORDER, 0), "\n".join(lines), fill=(0, 0, 0), spacing=0)
     sheet.paste(Image.fromarray(picture_HWC), (BORDER, HEADING + BORDER))
     return np.asarray(sheet)
 

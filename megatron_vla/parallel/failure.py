@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -91,11 +91,17 @@ def end_all_ranks(message: str) -> None:
     print(f"rank {rank} stops: {message}", file=sys.stderr, flush=True)
     if dist.is_initialized() and dist.get_world_size() > 1:
         store: Any = dist.distributed_c10d._get_default_store()
-        # A clone has its own connection: the original may be blocked by the main thread.
-        store.clone().set(FAILURE_KEY, f"rank {rank} failed first: {message}")
+        # A thread of its own: without the store's owner, a new connection would be tried for minutes.
+        threading.Thread(target=_publish, args=(store, f"rank {rank} failed first: {message}"), daemon=True).start()
         # Rank 0 may own the store: the others have to read it first.
         threading.Event().wait(POLL_SECONDS + GRACE_SECONDS)
     os._exit(1)
+
+
+def _publish(store: Any, text: str) -> None:
+    # A clone has its own connection: the original may be blocked by the main thread.
+    with suppress(RuntimeError, dist.DistError):
+        store.clone().set(FAILURE_KEY, text)
 
 
 @contextmanager
@@ -107,13 +113,15 @@ def ends_all_ranks(rank: int, world_size: int) -> Iterator[RankWatch]:
         return
     store: Any = dist.distributed_c10d._get_default_store()
     done = threading.Event()
-    # A clone has its own connection: the original may be blocked by the main thread.
+    # A clone has its own connection: the original may be blocked by the main thread. Both are made while the store's owner is
+    # alive: a rank that fails after it would try to connect for minutes.
+    reporting = store.clone()
     thread = threading.Thread(target=_watch, args=(store.clone(), watch, done), name="failure-watch", daemon=True)
     thread.start()
     try:
         yield watch
     except BaseException as exception:
-        _report(store.clone(), watch, exception)
+        _report(reporting, watch, exception)
         raise
     finally:
         done.set()
@@ -128,7 +136,8 @@ def _report(store: Any, watch: RankWatch, exception: BaseException) -> None:
     cause = _read(store, FAILURE_KEY)
     if cause is None:
         where = watch.others(store) if _is_common(exception) else ""
-        store.set(FAILURE_KEY, f"rank {watch.rank} failed first: {message}{where}")
+        with suppress(RuntimeError, dist.DistError):  # the store's owner is gone; the exception says the rest
+            store.set(FAILURE_KEY, f"rank {watch.rank} failed first: {message}{where}")
         if where:
             exception.add_note(f"rank {watch.rank}:{where}")
     elif message not in cause:

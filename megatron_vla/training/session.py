@@ -46,8 +46,10 @@ def training_session(config: RunConfig, family: ModelFamily) -> Iterator[Trainin
             reinitialize = config.model.pretrained_reinitialize
             family.converter.load(config.model.pretrained_checkpoint, module, reinitialize, print_once)
         module = apply_optimizations(module, config.optimization, print_once)
-        model = wrap(module, config.parallel, groups, family.block_names)
+        num_microbatches = config.num_microbatches(world_size)
+        model = wrap(module, config.parallel, groups, family.block_names, num_microbatches)
         optimizer = AdamW(module.named_parameters(), config.optimizer, model.owned_part)
+        print_once(f"AdamW: {optimizer.kernel_name}")
         average = None if config.optimizer.ema_decay is None else ParameterAverage(optimizer, config.optimizer.ema_decay)
         schedule = build_schedule(config.optimizer, config.training.train_iters, config.global_batch_size(world_size))
         state = TrainState(module, optimizer, average, schedule)

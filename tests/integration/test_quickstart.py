@@ -29,7 +29,6 @@ def run_quickstart(output: Path) -> str:
 
 
 @pytest.mark.simulator
-@pytest.mark.slow
 def test_quickstart_from_nothing_and_again(tmp_path: Path) -> None:
     try:
         rendering.choose_backend()

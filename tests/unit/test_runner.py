@@ -11,7 +11,7 @@ from training_fixtures import build_run, take_steps, tiny_config
 
 from megatron_vla.config.parallel import ParallelConfig
 from megatron_vla.data.batch import Batch
-from megatron_vla.parallel.data_parallel import gradient_of
+from megatron_vla.parallel.data_parallel import DirectGradients, gradient_of
 from megatron_vla.parallel.groups import ParallelGroups, initialize, shut_down
 from megatron_vla.training.loop import TrainingRun, train
 from megatron_vla.training.nonfinite import NonFiniteError
@@ -132,3 +132,22 @@ def test_loss_falls(groups: ParallelGroups) -> None:
     )
     losses = take_steps(run, 20)
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("precision", ["--fp64", "--bf16"])
+def test_gradients_without_a_buffer_are_those_of_the_buffer(groups: ParallelGroups, precision: str) -> None:
+    """One micro-batch per step: the fp32 buffer holds the same numbers, so four updates end in the same bits."""
+    config = tiny_config(precision, "--micro-batch-size", "4", "--global-batch-size", "4")
+    direct, buffered = build_run(config, groups), build_run(config, groups, with_buffers=True)
+    assert isinstance(direct.runner.model, DirectGradients) and not isinstance(buffered.runner.model, DirectGradients)
+    assert take_steps(direct, 4) == take_steps(buffered, 4)
+    expected = buffered.state.optimizer.state_tensors()
+    found = direct.state.optimizer.state_tensors()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_parameter_that_a_step_does_not_reach_has_gradient_zero(groups: ParallelGroups) -> None:
+    run = build_run(tiny_config("--micro-batch-size", "4", "--global-batch-size", "4"), groups)
+    run.runner.model.zero_gradients()
+    run.runner.model.finish_gradients()
+    assert all(int(gradient.count_nonzero()) == 0 for gradient in run.state.optimizer.gradients())

@@ -1,0 +1,1 @@
+"""AdamW over all parameters in one launch."""

@@ -1,0 +1,1 @@
+"""gelu(gate) * up on the output of a merged product."""

@@ -1,0 +1,1 @@
+"""Sum of squares over all gradients in one launch."""
