@@ -9,14 +9,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from evaluation_fixtures import train_checkpoint
 
+from megatron_vla.data.metadata import read_metadata
 from megatron_vla.evaluation.command import main
 from megatron_vla.evaluation.environments import libero_suite, rendering
 from megatron_vla.evaluation.environments.interface import EnvironmentSettings, Trial
 from megatron_vla.evaluation.environments.libero_suite import CAMERAS, LiberoSuite
 from megatron_vla.evaluation.environments.libero_tasks import SUITES, WAIT_ACTION
+from tools.record_demonstrations import RECORDING_FILE, RecordingConfig, record
 
 pytestmark = [
     pytest.mark.simulator,
@@ -82,6 +85,7 @@ def test_starts_follow_from_seed_and_state(suite: LiberoSuite) -> None:
     assert np.abs(drawn[0] - drawn[1]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_equals_the_original_environment(suite: LiberoSuite) -> None:
     """Same fixtures and state: the same physics to the last bit, and the same pictures, as through LIBERO's own class."""
     from libero.libero.envs import OffScreenRenderEnv
@@ -125,3 +129,30 @@ def test_other_suites_have_no_expert(gl_backend: str) -> None:
     environment = libero_suite.build(EnvironmentSettings(suite="libero_goal"))
     with pytest.raises(ValueError, match="libero_goal has no scripted expert"):
         environment.expert_action()
+
+
+@pytest.mark.slow
+def test_demonstrations_are_recorded(tmp_path: Path, gl_backend: str) -> None:
+    """One noisy episode from a random placement: what the dataset says is what the suite offers."""
+    config = RecordingConfig(
+        output=str(tmp_path / "demonstrations"),
+        environment="libero",
+        suite="libero_object",
+        tasks=("0",),
+        episodes_per_task=1,
+        image_size=32,
+        noise_fraction=1.0,
+        noise_sigma=0.1,
+        picture_format="png",
+        steps_after_success=2,
+    )
+    root = record(config)
+    table, findings = read_metadata(root)
+    assert not findings and table.fps == 20 and table.num_episodes == 1
+    episode = json.loads((root / RECORDING_FILE).read_text())["episodes"][0]
+    assert episode["noisy"] and 60 < episode["length"] <= 202
+    columns = pq.read_table(next(root.glob("data/*/*.parquet")))
+    state_TD, action_TA = np.array(columns["observation.state"].to_pylist()), np.array(columns["action"].to_pylist())
+    # Starts open and high, ends holding the can over the basket (y > 0.2); actions are the expert's, without the noise.
+    assert state_TD[0, 6] > 0.03 and state_TD[-1, 1] > 0.2 and np.abs(action_TA).max() <= 1
+    assert set(action_TA[:, 6]) == {-1.0, 1.0}
