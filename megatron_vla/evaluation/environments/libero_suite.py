@@ -111,7 +111,10 @@ class LiberoPackage:
 
                 folders = [Path(get_libero_path(key)).resolve() for key in ("bddl_files", "init_states", "assets")]
         except ImportError as failure:
-            raise ValueError(f"the LIBERO simulator is not installed ({failure}) -> {INSTALL_HINT}") from failure
+            # robosuite imports OpenCV, whose wheel needs two system libraries.
+            missing_library = ".so" in str(failure)
+            hint = "apt-get install -y libgl1 libglib2.0-0   (Debian, Ubuntu)" if missing_library else INSTALL_HINT
+            raise ValueError(f"the LIBERO simulator is not installed ({failure}) -> {hint}") from failure
         for folder in folders:
             if not folder.is_dir():
                 raise ValueError(f"LIBERO's folder {folder} is missing -> {INSTALL_HINT} --force-reinstall")
