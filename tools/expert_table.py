@@ -61,6 +61,8 @@ def run_suite(config: ExpertTableConfig, suite: str) -> dict[str, Any]:
         eval_trials_per_task=config.trials_per_task,
         eval_seed=config.seed,
         eval_workers=config.num_workers,
+        # The expert is asked at every step; this is only how often the process reports.
+        eval_replan_interval=10,
         eval_videos_per_task=0,
         eval_options=("pictures=false",) if config.environment == "libero" else (),
     )
@@ -90,9 +92,8 @@ def markdown(table: dict[str, Any]) -> str:
         for task in suite["tasks"]:
             steps = task["mean_steps_of_successes"]
             shown = "" if steps is None else f"{steps:.0f}"
-            lines.append(
-                f"| {task['instruction']} | {task['successes']} of {task['trials']} | {shown} | {task['seconds']:.0f} |"
-            )
+            share = f"{task['successes']} of {task['trials']}"
+            lines.append(f"| {task['instruction']} | {share} | {shown} | {task['seconds']:.0f} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -112,7 +113,7 @@ def main(arguments: Sequence[str]) -> None:
         "command": shlex.join(["python", "tools/expert_table.py", *arguments]),
         "date": datetime.date.today().isoformat(),
         # Seconds are wall time, and mean little where other work runs beside it.
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores shared with other work, {config.num_workers} simulator process(es)",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {config.num_workers} simulator process(es)",
         "seed": config.seed,
         "versions": versions,
         "suites": suites,
