@@ -9,14 +9,19 @@ from megatron_vla.findings import CheckError
 from megatron_vla.models.registry import model_family
 from megatron_vla.training.logging import print_once
 from megatron_vla.training.loop import train
+from megatron_vla.training.memory_report import report_memory
 from megatron_vla.training.session import training_session
 
 
 def main() -> None:
     """Command line entry. What a check found is printed alone, without a traceback, and ends with status 2."""
     config = parse_args()
+    family = model_family(config.model.model_name)
     try:
-        with training_session(config, model_family(config.model.model_name)) as run:
+        if config.optimization.report_memory:
+            report_memory(config, family)
+            return
+        with training_session(config, family) as run:
             evaluations = train(run)
         for line in evaluations.finish() if evaluations is not None else ():
             print_once(line)

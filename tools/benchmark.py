@@ -3,16 +3,18 @@
     python tools/benchmark.py --ladder benchmarks/ladders/pi05.json --output benchmarks/pi05_ladder.json
 
 Reported per rung: median step time and samples/s, peak memory, model FLOP utilisation (three times the forward FLOPs of
-`model.flops_per_sample`, recomputation not counted, over the GPU's dense bf16 datasheet rate), kernels, host synchronisations
-and graph launches of one profiled steady step, the losses of the first ten steps on fixed draws and their difference to the
-rung above. A rung may set "num_processes": it then runs under torchrun, samples/s and memory are per GPU, and the share of the
-communication time that other kernels hide is reported.
+`model.flops_per_sample`, recomputation not counted, over the GPU's dense bf16 datasheet rate), kernels (and how many of them a
+graph launched), host synchronisations and graph launches of one profiled steady step, the losses of the first ten steps on
+fixed draws and their difference to the rung above. A rung may set "num_processes": it then runs under torchrun, samples/s and
+memory are per GPU, and the share of the communication time that other kernels hide is reported. With a graph runner, --warmup
+must cover its own warm-up steps and the captures ("spoiled_steps" counts what did not fit).
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import statistics
@@ -28,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # Dense bf16 datasheet rates in FLOP/s, by a piece of the name that torch reports.
 PEAK_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 HOST_SYNC_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+PROFILED = ("kernels", "kernels_in_graphs", "copies", "host_syncs", "graph_launches")
 NUM_COMPARED_LOSSES = 10
 
 
@@ -58,16 +61,13 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int) ->
         groups = run.groups
         on_gpu = groups.device.type == "cuda"
         stepper = _Stepper(run, warmup + steps + 1)
-        losses: list[torch.Tensor] = []
-        times_ms: list[float] = []
-        for iteration in range(warmup + steps):
-            elapsed_ms, loss = stepper.timed(on_gpu)
-            losses.append(loss)
-            if iteration >= warmup:
-                times_ms.append(elapsed_ms)
+        losses = [stepper.step(stepper.fetch()) for _ in range(warmup)]
+        before_timing = run.runner.counters()
+        times_ms, timed_losses = stepper.timed(steps, on_gpu)
+        losses += timed_losses
         peaks_gib: list[float] = [0.0] * groups.world_size
         dist.all_gather_object(peaks_gib, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0, group=groups.host_group)
-        profiled = _profile_step(stepper) if on_gpu else {"kernels": None, "host_syncs": None, "graph_launches": None}
+        profiled = _profile_step(stepper) if on_gpu else dict.fromkeys(PROFILED)
         samples = config.global_batch_size(groups.world_size) / groups.world_size
         shapes = {name: list(tensor.shape) for name, tensor in stepper.last_batch.tensors().items()}
         num_views, prompt_length = shapes["camera_is_present_BV"][1], shapes["tokens_BL"][1]
@@ -79,21 +79,31 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int) ->
         result = {
             "name": rung["name"],
             "flags": rung["flags"],
-            "precision": "bf16" if config.model.bf16 else "fp32",
+            "precision": "fp8" if config.optimization.fp8 else "bf16" if config.model.bf16 else "fp32",
             "gpu": name or "none (CPU)",
             "num_gpus": groups.world_size,
             "samples_per_s": round(samples / step_ms * 1e3, 2),
             "step_ms": round(step_ms, 2),
             "step_ms_min_max": [round(min(times_ms), 2), round(max(times_ms), 2)],
             "peak_memory_gib": round(max(peaks_gib), 2) if on_gpu else None,
+            "reserved_memory_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2) if on_gpu else None,
             "model_tflop_per_sample": round(flops / 1e12, 3),
             "mfu": round(flops * samples / (step_ms * 1e-3) / peak_rate, 4) if peak_rate else None,
             **profiled,
+            **_runner_figures(run.runner.counters(), before_timing),
             "losses": [float(loss) for loss in losses[:NUM_COMPARED_LOSSES]],
             "batch": shapes,
         }
         if groups.is_main:
             output.write_text(json.dumps(result))
+
+
+def _runner_figures(counters: dict[str, float], before_timing: dict[str, float]) -> dict[str, Any]:
+    """What a graph runner counted; captures and eager steps of other shapes inside the timing would spoil it."""
+    if not counters:
+        return {}
+    spoiling = ("graph_captures", "graph_eager_steps")
+    return {"runner": counters, "spoiled_steps": sum(counters[name] - before_timing[name] for name in spoiling)}
 
 
 class _Stepper:
@@ -123,18 +133,27 @@ class _Stepper:
         self.last_batch = batches[-1]
         return batches
 
-    def timed(self, on_gpu: bool) -> tuple[float, Any]:
-        """(ms, loss) of one step; on a GPU from an idle device until the last kernel is done."""
+    def timed(self, steps: int, on_gpu: bool) -> tuple[list[float], list[Any]]:
+        """(ms, loss) of every step. The host issues one after the other and waits for none, as in training; on a GPU a step
+        lasts from the end of the one before to its own end there."""
         import torch
 
-        batches = self.fetch()
-        if on_gpu:
-            torch.cuda.synchronize()
-        start_s = time.perf_counter()
-        loss = self.step(batches)
-        if on_gpu:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start_s) * 1e3, loss
+        batches = [self.fetch() for _ in range(steps)]
+        losses: list[Any] = []
+        if not on_gpu:
+            marks = [time.perf_counter()]
+            for micro_batches in batches:
+                losses.append(self.step(micro_batches))
+                marks.append(time.perf_counter())
+            return [(end - start) * 1e3 for start, end in itertools.pairwise(marks)], losses
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        torch.cuda.synchronize()
+        events[0].record()
+        for micro_batches, event in zip(batches, events[1:], strict=True):
+            losses.append(self.step(micro_batches))
+            event.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in itertools.pairwise(events)], losses
 
 
 def _profile_step(stepper: _Stepper) -> dict[str, int]:
@@ -153,11 +172,15 @@ def _profile_step(stepper: _Stepper) -> dict[str, int]:
     end = next(e.time_range.start for e in events if e.name == "end of step")
     on_device = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and e.name != "end of step"]
     copies = ("Memcpy", "Memset")
+    kernels = [e for e in on_device if not e.name.startswith(copies)]
+    # What a graph launches carries the number of that launch.
+    launches = {e.id for e in events if e.name == "cudaGraphLaunch"}
     return {
-        "kernels": sum(not e.name.startswith(copies) for e in on_device),
-        "copies": sum(e.name.startswith(copies) for e in on_device),
+        "kernels": len(kernels),
+        "kernels_in_graphs": sum(e.id in launches for e in kernels),
+        "copies": len(on_device) - len(kernels),
         "host_syncs": sum(e.name in HOST_SYNC_CALLS and e.time_range.start < end for e in events),
-        "graph_launches": sum(e.name == "cudaGraphLaunch" for e in events),
+        "graph_launches": len(launches),
         **_communication(on_device),
     }
 
@@ -275,6 +298,7 @@ def _line(rung: dict[str, Any]) -> str:
         show(rung["mfu"], "MFU"),
         show(rung["kernels"], "kernels"),
         show(rung["host_syncs"], "host syncs"),
+        show(rung["graph_launches"], "graph launches"),
     ]
     return f"   {rung['name']}: " + ", ".join(figures)
 
@@ -306,6 +330,10 @@ def main() -> None:
         return
     if arguments.ladder is None or arguments.output is None:
         raise SystemExit("--ladder and --output are required")
+    names = [rung["name"] for rung in json.loads(arguments.ladder.read_text())["rungs"]]
+    unknown = sorted(set(arguments.rungs or ()) - set(names))
+    if unknown:
+        raise SystemExit(f"--rungs {' '.join(unknown)}: not in {arguments.ladder}, which has {', '.join(names)}")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     result = run_ladder(arguments)
     draw(result, arguments.output.with_suffix(".png"))

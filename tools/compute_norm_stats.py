@@ -22,6 +22,7 @@ from megatron_vla.config.datasets import dataset_parts
 from megatron_vla.config.model import ModelConfig
 from megatron_vla.config.run import SECTIONS, RunConfig
 from megatron_vla.data.dataset import open_table
+from megatron_vla.data.mixture_data import check_shared_widths, statistics_groups
 from megatron_vla.data.robot_data import OpenedColumns, open_columns, stream_transform
 from megatron_vla.data.statistics import FeatureStatistics, Statistics, save_statistics_of_datasets
 from megatron_vla.data.statistics_pass import StreamTransform, merged_statistics
@@ -90,6 +91,17 @@ def opened_parts(config: RunConfig) -> dict[str, tuple[OpenedColumns, StreamTran
     return opened
 
 
+def shared_groups(config: RunConfig, opened: Mapping[str, tuple[OpenedColumns, StreamTransform]]) -> list[list[str]]:
+    """Names of datasets that share statistics. Raises CheckError when --mixture-statistics cannot have them share."""
+    kind = config.data.mixture_statistics
+    columns = {name: one.dataset for name, (one, _) in opened.items()}
+    groups = statistics_groups(kind, {name: dataset.embodiment for name, dataset in columns.items()})
+    widths = {name: (dataset.state_ND.shape[-1], dataset.actions_ND.shape[-1]) for name, dataset in columns.items()}
+    for group in groups:
+        check_shared_widths(kind, group, widths)
+    return groups
+
+
 def print_statistics(statistics: Statistics, names: Mapping[str, Sequence[str]]) -> None:
     """Tables, and a note on dimensions that make trouble."""
     for name, feature in statistics.features.items():
@@ -111,15 +123,19 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     try:
         opened = opened_parts(config)
+        groups = shared_groups(config, opened)
     except CheckError as problems:
         print(problems, file=sys.stderr)
         return 1
     streams = [(columns.dataset, transform, columns.samples) for columns, transform in opened.values()]
     num_samples = sum(len(samples) for _, _, samples in streams)
-    merged = config.data.mixture_statistics == "merged"
+    found: dict[str, Statistics] = {}
+    stream_of = dict(zip(opened, streams, strict=True))
     with tqdm(total=num_samples, unit="sample", disable=None) as bar:
-        groups = [streams] if merged else [[stream] for stream in streams]
-        computed = [s for group in groups for s in merged_statistics(group, config.data.statistics_quantiles, bar.update)]
+        for group in groups:
+            of_group = merged_statistics([stream_of[n] for n in group], config.data.statistics_quantiles, bar.update)
+            found |= dict(zip(group, of_group, strict=True))
+    computed = [found[name] for name in opened]
     path.parent.mkdir(parents=True, exist_ok=True)
     if len(opened) == 1:
         computed[0].save(path)
@@ -127,7 +143,8 @@ def main(arguments: Sequence[str]) -> int:
         save_statistics_of_datasets(path, dict(zip(opened, computed, strict=True)))
     for statistics, (name, (columns, _)) in zip(computed, opened.items(), strict=True):
         if len(opened) > 1:
-            print(f"-- dataset {name}" + (" (merged: the same for all)" if merged else ""))
+            others = [other for group in groups if name in group for other in group if other != name]
+            print(f"-- dataset {name}" + (f" (together with {', '.join(others)})" if others else ""))
         print_statistics(statistics, columns.names)
     print(f"wrote {path} ({num_samples} samples, {computed[0].quantiles} quantiles)")
     print(f"use it with --statistics-path {path}")

@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron_vla.config.check_optimization import optimization_findings
+from megatron_vla.config.check_packing import packing_findings
 from megatron_vla.config.cli import flag_name
 from megatron_vla.config.data import DataConfig
 from megatron_vla.config.datasets import DatasetPart, dataset_parts, split_data_path
@@ -21,9 +23,10 @@ from megatron_vla.config.run import RunConfig
 from megatron_vla.config.training import LoggingConfig
 from megatron_vla.data.mock import FIRST_TOKEN, NUM_PHASES
 from megatron_vla.findings import Finding, error, warning
-from megatron_vla.optimizations.check import module_pattern_findings
+from megatron_vla.optimizations.check import fp8_findings, fp8_module_findings, module_pattern_findings
 from megatron_vla.parallel.groups import layout_size_findings
 from megatron_vla.parallel.stage_plan import layout_findings
+from megatron_vla.runner.check import runner_findings
 
 SMALLEST_MOCK_VOCABULARY = FIRST_TOKEN + NUM_PHASES
 MAX_SEED = 2**63 - 1  # torch's generators take a signed 64-bit seed
@@ -34,9 +37,12 @@ def check(config: RunConfig, family: Any, world_size: int) -> list[Finding]:
     rules = (
         *(_finite, _numbers, _stalls, _precision, _batch, _mock, _schedule, _data, _paths, _checkpoints, _logging),
         evaluation_findings,
+        fp8_findings,
     )
     findings = [finding for rule in rules for finding in rule(config)]
     findings += _layout(config)
+    findings += packing_findings(config, family)
+    findings += optimization_findings(config)
     sizes = layout_size_findings(config.parallel, world_size)
     findings += sizes
     # Sizes that do not fill the world leave no number of data-parallel ranks to judge by.
@@ -44,10 +50,12 @@ def check(config: RunConfig, family: Any, world_size: int) -> list[Finding]:
         findings += _global_batch(config, world_size)
         findings += _pipeline(config, family, world_size)
         findings += _data_parallel(config, world_size)
+        findings += runner_findings(config, world_size)
     own = family.check(config)
     findings += own
     if not any(finding.severity == "error" for finding in own):
         findings += module_pattern_findings(config, family)
+        findings += fp8_module_findings(config, family)
     return findings
 
 
@@ -244,10 +252,15 @@ def _mock(config: RunConfig) -> Iterator[Finding]:
     for flag, value in (
         ("--mock-num-samples", data.mock_num_samples),
         ("--mock-num-cameras", data.mock_num_cameras),
+        *(("--mock-camera-counts", count) for count in data.mock_camera_counts),
         ("--mock-prompt-length", data.mock_prompt_length),
     ):
         if value <= 0:
             yield error(flag, f"{value} is not positive", f"use {flag} 1 or more")
+    shortest = data.mock_min_prompt_length
+    if shortest is not None and not 1 <= shortest <= min(data.mock_prompt_length, family.max_prompt_length):
+        what = f"{shortest} is not between 1 and --mock-prompt-length {data.mock_prompt_length} (or --max-prompt-length)"
+        yield error("--mock-min-prompt-length", what, "use a smaller one")
     if "mock_prompt_length" in config.given and data.mock_prompt_length > family.max_prompt_length:
         what = f"{data.mock_prompt_length} is more than --max-prompt-length {family.max_prompt_length}"
         yield error("--mock-prompt-length", what, f"use --mock-prompt-length {family.max_prompt_length} or less")

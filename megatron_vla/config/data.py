@@ -22,8 +22,9 @@ class DataConfig:
     data_override: tuple[str, ...] = ()
     """NAME:FLAG=VALUE[,VALUE] sets a flag of this group for one dataset of a mixture, for example libero:action-key=actions."""
 
-    mixture_statistics: Literal["per_dataset", "merged"] = "per_dataset"
-    """Normalize each dataset of a mixture by its own statistics, or all by those of all samples together (equal dimensions)."""
+    mixture_statistics: Literal["per_dataset", "per_embodiment", "merged"] = "per_dataset"
+    """Normalize each dataset of a mixture by its own statistics, those of one robot type by theirs together, or all by those of
+    all samples together. Datasets that share statistics need equal dimensions."""
 
     rlds_mapping: str | None = None
     """JSON file (or the JSON itself) with the rate and, where defaults do not fit, the keys of an RLDS dataset."""
@@ -46,8 +47,14 @@ class DataConfig:
     mock_num_cameras: int = 2
     """Cameras of the mock dataset."""
 
+    mock_camera_counts: tuple[int, ...] = ()
+    """Cameras of a mock sample, drawn from these with equal probability (a mixture of robots). Not set: --mock-num-cameras."""
+
     mock_prompt_length: int = 60
     """Valid prompt tokens of a mock sample."""
+
+    mock_min_prompt_length: int | None = None
+    """Draw the prompt tokens of a mock sample between this and --mock-prompt-length. Not set: always --mock-prompt-length."""
 
     camera_map: tuple[str, ...] = ()
     """VIEW=DATASET_KEY pairs, for example base=observation.images.top; the order is the order of the model's views. In a
@@ -107,6 +114,22 @@ class DataConfig:
 
     prompt_bucket_size: int = 32
     """Granularity of prompt lengths with --prompt-padding bucket."""
+
+    packing: bool = False
+    """Put the prefixes of several samples end to end into packs of --pack-token-budget tokens, without padding: a micro-batch
+    is then a pack of up to --micro-batch-size samples, and a global batch a fixed number of packs."""
+
+    pack_token_budget: int = 8192
+    """Prefix tokens of a pack (images that are there, and valid prompt tokens)."""
+
+    pack_max_images: int | None = None
+    """Images of a pack: the vision tower's fixed batch. Not set: as many as the token budget has room for."""
+
+    pack_pool_size: int = 32
+    """Samples next in the order that a pack is filled from, the best fitting first (a part of the sample order)."""
+
+    pack_max_wait: int = 16
+    """Packs of its stream that a sample waits at most before it is in one (a part of the sample order)."""
 
     empty_instruction: Literal["error", "drop", "keep"] = "error"
     """Episodes without a task instruction: refuse, leave out, or train on them."""

@@ -52,6 +52,11 @@ class Augmentation:
         """uint8, or float in [-1, 1] -> float32 [B, V, C, S, S] in [-1, 1], on the device of the images; one pass."""
         return augment(self.kind, images_BVCSS, parameters_BVP, self.geometry_views)
 
+    def apply_to_images(self, images_NCSS: Tensor, parameters_NP: Tensor, view_N: Tensor) -> Tensor:
+        """As `apply`, for images of any views; view_N: each one's view, on the host. [N, C, S, S]."""
+        moves_N = torch.tensor([WRIST not in name for name in self.views])[view_N].to(images_NCSS.device, non_blocking=True)
+        return augment_images(self.kind, images_NCSS, parameters_NP, moves_N)
+
     def apply_to_sample(self, arrays: dict[str, Any], epoch: int) -> dict[str, Any]:
         """The arrays of one sample with augmented images, for workers."""
         parameters_VP = torch.from_numpy(self.parameters(arrays, epoch))
@@ -66,13 +71,26 @@ def augment(kind: AugmentationKind, images_BVCSS: Tensor, parameters_BVP: Tensor
     unit_BVCSS = pixels_to_model_range(images_BVCSS) / 2.0 + 0.5
     shape = unit_BVCSS.shape
     if geometry_views:
-        # Which views move is fixed for the run, so nothing here asks the device for a value.
-        moved_NCSS = unit_BVCSS[:, geometry_views].flatten(0, 1)
-        by_name = _columns(fields, parameters_BVP[:, geometry_views].flatten(0, 1))
-        unit_BVCSS = unit_BVCSS.clone()
-        unit_BVCSS[:, geometry_views] = move(moved_NCSS, by_name).unflatten(0, (shape[0], len(geometry_views)))
+        # Views are taken and put back one by one: indexing with a list would copy the list to the device, which waits for it.
+        views = list(unit_BVCSS.unbind(dim=1))
+        moved_NCSS = torch.stack([views[place] for place in geometry_views], dim=1).flatten(0, 1)
+        parameters_NP = torch.stack([parameters_BVP[:, place] for place in geometry_views], dim=1).flatten(0, 1)
+        moved_BGCSS = move(moved_NCSS, _columns(fields, parameters_NP)).unflatten(0, (shape[0], len(geometry_views)))
+        for place, moved_BCSS in zip(geometry_views, moved_BGCSS.unbind(dim=1), strict=True):
+            views[place] = moved_BCSS
+        unit_BVCSS = torch.stack(views, dim=1)
     coloured_NCSS = colour(unit_BVCSS.flatten(0, 1), _columns(fields, parameters_BVP.flatten(0, 1)))
     return (coloured_NCSS * 2.0 - 1.0).view(shape)
+
+
+def augment_images(kind: AugmentationKind, images_NCSS: Tensor, parameters_NP: Tensor, moves_N: Tensor) -> Tensor:
+    """As `augment`, image by image; moves_N: which are cropped and rotated."""
+    fields = TORCH_FIELDS if kind == "openpi_torch" else JAX_FIELDS
+    move, colour = (_move_torch, _colour_torch) if kind == "openpi_torch" else (_move_jax, _colour_jax)
+    by_name = _columns(fields, parameters_NP)
+    unit_NCSS = pixels_to_model_range(images_NCSS) / 2.0 + 0.5
+    unit_NCSS = torch.where(moves_N[:, None, None, None], move(unit_NCSS, by_name), unit_NCSS)
+    return colour(unit_NCSS, by_name) * 2.0 - 1.0
 
 
 def _columns(fields: tuple[str, ...], parameters_NP: Tensor) -> dict[str, Tensor]:
@@ -170,8 +188,9 @@ def _to_hsv(unit_NCSS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _to_rgb(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
     """Inverse of `_to_hsv`: [N, 3, S, S]."""
-    # Distance of the hue from each primary's sector, the branch-free form of the six cases.
-    shifts = torch.tensor([5.0, 3.0, 1.0], device=hue.device)[None, :, None, None]
+    # Distance of the hue from each primary's sector, the branch-free form of the six cases. The shifts 5, 3, 1 are made on the
+    # device: a copy of a host tensor would wait for it.
+    shifts = torch.arange(5, 0, -2, device=hue.device, dtype=hue.dtype)[None, :, None, None]
     sector = (hue[:, None] * 6.0 + shifts) % 6.0
     weight = torch.minimum(sector, 4.0 - sector).clamp(0.0, 1.0)
     return value[:, None] - (value * saturation)[:, None] * weight

@@ -8,14 +8,32 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 
 @dataclass
-class Batch:
+class TensorFields:
+    """A dataclass of tensors (and of plain numbers, which stay as they are)."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Field name -> tensor."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def to(self, device: torch.device, non_blocking: bool = True) -> Self:
+        """Copy to `device`; dtypes stay (the model casts)."""
+        return dataclasses.replace(self, **{k: v.to(device, non_blocking=non_blocking) for k, v in self.tensors().items()})
+
+    def pin_memory(self) -> Self:
+        """Called by torch's DataLoader when pinning is on."""
+        return dataclasses.replace(self, **{k: v.pin_memory() for k, v in self.tensors().items()})
+
+
+@dataclass
+class Batch(TensorFields):
     """One micro-batch.
 
     images_BVCHW: uint8 in [0, 255] or float in [-1, 1]; an absent view is black (-1).
@@ -41,22 +59,14 @@ class Batch:
     sample_index_B: Tensor
     epoch_B: Tensor
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Field name -> tensor."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-
-    def to(self, device: torch.device, non_blocking: bool = True) -> Batch:
-        """Copy to `device`; dtypes stay (the model casts)."""
-        return Batch(**{k: v.to(device, non_blocking=non_blocking) for k, v in self.tensors().items()})
-
-    def pin_memory(self) -> Batch:
-        """Called by torch's DataLoader when pinning is on."""
-        return Batch(**{k: v.pin_memory() for k, v in self.tensors().items()})
-
     @property
     def size(self) -> int:
         """Samples in this micro-batch."""
         return int(self.tokens_BL.shape[0])
+
+    def samples_of_rows(self, field: str) -> Tensor:
+        """Dataset index of the sample that each row of a tensor belongs to."""
+        return self.sample_index_B
 
 
 def collate_tensors(samples: list[dict[str, Any]]) -> dict[str, Tensor]:

@@ -15,8 +15,11 @@ from megatron_vla.config.datasets import DatasetPart, dataset_parts
 from megatron_vla.config.run import RunConfig
 from megatron_vla.data.loader import RobotSource
 from megatron_vla.data.locator import LocatorIndex, build_shards
-from megatron_vla.data.mixture import MixtureOrder, MixtureSource, dataset_order
+from megatron_vla.data.mixture import MixtureOrder, MixtureSource, dataset_order, dataset_seed
+from megatron_vla.data.mixture_shards import MixtureShardOrder
 from megatron_vla.data.mock import MockSource
+from megatron_vla.data.pack_setup import pack_limits, preview
+from megatron_vla.data.sampler import SampleOrder
 from megatron_vla.data.shard_order import ShardOrder
 from megatron_vla.data.supply import DataSupply
 from megatron_vla.findings import CheckError, error, raise_errors
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 def build_data(config: RunConfig, family: Any) -> DataSupply:
     """Check the data and build its supply. Raises CheckError with everything that is wrong; prints on rank 0 only."""
     if config.data.mock_data:
-        return _build_mock(config)
+        return _build_mock(config, family)
     # Only here: mock data must run where no video library is installed.
     from megatron_vla.data.robot_data import prepare_robot_data
 
@@ -37,15 +40,16 @@ def build_data(config: RunConfig, family: Any) -> DataSupply:
     parts, findings = dataset_parts(config.data)
     raise_errors(findings)
     if len(parts) > 1:
-        return _build_mixture(config, parts, "state_BD" in family.batch_fields, quiet)
+        return _build_mixture(config, parts, family, quiet)
     if parts:
         # Names and per-dataset forms of the flags mean something with one dataset too.
         config = dataclasses.replace(config, data=parts[0].data)
     prepared = prepare_robot_data(config, state_is_model_input="state_BD" in family.batch_fields)
-    order, locators = None, None
+    order: SampleOrder | None = None
+    locators = None
     if config.data.data_access == "decode_once":
         locators = _locators(config, prepared)
-        order = _shard_order(config, prepared.dataset, locators)
+        order = _shard_order(config, prepared.dataset, locators, config.training.seed)
     supply = DataSupply(
         config,
         RobotSource(prepared.dataset, prepared.preprocessor, prepared.rows, locators),
@@ -54,11 +58,12 @@ def build_data(config: RunConfig, family: Any) -> DataSupply:
         prepared.findings,
         prepared.expected_padded_fraction,
         order,
-        tuple(prepared.preprocessor.settings.camera_map.slot_names()),
+        views := tuple(prepared.preprocessor.settings.camera_map.slot_names()),
+        pack_limits(config, family, len(views)),
     )
     if not quiet:
-        # The line decodes a sample, so a dataset that cannot be read ends here and not in a worker.
-        print("\n".join([*prepared.summary, supply.prefetch_line()]), flush=True)
+        # The lines decode a sample, so a dataset that cannot be read ends here and not in a worker.
+        print("\n".join([*prepared.summary, *supply.start_lines()]), flush=True)
     return supply
 
 
@@ -67,26 +72,35 @@ def _locators(config: RunConfig, prepared: PreparedData) -> LocatorIndex:
     return LocatorIndex(prepared.dataset.table.length_E, prepared.rows, None if folder is None else Path(folder))
 
 
-def _shard_order(config: RunConfig, dataset: RobotDataset, locators: LocatorIndex) -> ShardOrder:
+def _shard_order(config: RunConfig, dataset: RobotDataset, locators: LocatorIndex, seed: int) -> ShardOrder:
     """Order of --data-access decode_once, from shards of equal decoded bytes."""
     data, features = config.data, dataset.table.features
     frame_bytes = sum(features[camera].size for camera in dataset.cameras)
     shards = build_shards(locators.first_sample_E, frame_bytes, data.shard_bytes, in_storage_order=not data.shuffle)
     # Storage order cannot be read in several lanes at once.
-    return ShardOrder(shards, config.training.seed, data.shuffle, data.decode_lanes if data.shuffle else 1)
+    return ShardOrder(shards, seed, data.shuffle, data.decode_lanes if data.shuffle else 1)
 
 
-def _build_mixture(config: RunConfig, parts: list[DatasetPart], state_is_model_input: bool, quiet: bool) -> DataSupply:
+def _build_mixture(config: RunConfig, parts: list[DatasetPart], family: Any, quiet: bool) -> DataSupply:
     from megatron_vla.data.mixture_data import prepare_mixture
 
-    prepared = prepare_mixture(config, parts, state_is_model_input)
+    prepared = prepare_mixture(config, parts, "state_BD" in family.batch_fields)
     sizes = [data.num_samples for data in prepared.parts]
-    sources = [RobotSource(data.dataset, data.preprocessor, data.rows) for data in prepared.parts]
     seed, shuffle = config.training.seed, config.data.shuffle
-    orders = tuple(dataset_order(size, seed, shuffle, number) for number, size in enumerate(sizes))
-    if config.data.data_access != "random":
-        what = f"decode_once with {len(parts)} datasets: shards of a mixture do not exist"
-        raise CheckError([error("--data-access", what, "use --data-access random, or one dataset")])
+    order: SampleOrder
+    locators: list[LocatorIndex | None] = [None for _ in parts]
+    if config.data.data_access == "decode_once":
+        shards = []
+        for number, data in enumerate(prepared.parts):
+            locators[number] = index = _locators(config, data)
+            shards.append(_shard_order(config, data.dataset, index, dataset_seed(seed, number)))
+        order = MixtureShardOrder(MixtureOrder(tuple(shards), prepared.quota_M, seed, shuffle), tuple(shards))
+    else:
+        orders = tuple(dataset_order(size, seed, shuffle, number) for number, size in enumerate(sizes))
+        order = MixtureOrder(orders, prepared.quota_M, seed, shuffle)
+    sources = [
+        RobotSource(data.dataset, data.preprocessor, data.rows, own) for data, own in zip(prepared.parts, locators, strict=True)
+    ]
     supply = DataSupply(
         config,
         MixtureSource(sources, sizes),
@@ -94,27 +108,31 @@ def _build_mixture(config: RunConfig, parts: list[DatasetPart], state_is_model_i
         prepared.preprocessor,
         prepared.findings,
         prepared.expected_padded_fraction,
-        MixtureOrder(orders, prepared.quota_M, seed, shuffle),
-        tuple(prepared.parts[0].preprocessor.settings.camera_map.slot_names()),
+        order,
+        views := tuple(prepared.parts[0].preprocessor.settings.camera_map.slot_names()),
+        pack_limits(config, family, len(views)),
     )
     if not quiet:
-        print("\n".join([*prepared.summary, supply.prefetch_line()]), flush=True)
+        print("\n".join([*prepared.summary, *supply.start_lines()]), flush=True)
     return supply
 
 
-def _build_mock(config: RunConfig) -> DataSupply:
+def _build_mock(config: RunConfig, family: Any) -> DataSupply:
     data, model = config.data, config.family
-    num_cameras = data.mock_num_cameras
+    num_cameras = max(data.mock_camera_counts or (data.mock_num_cameras,))
     num_images = num_cameras if data.num_images is None else data.num_images
     if num_images < num_cameras:
-        what = f"{num_images} is fewer than the {num_cameras} cameras of --mock-num-cameras"
+        what = f"{num_images} is fewer than the {num_cameras} cameras of the mock data"
         raise CheckError([error("--num-images", what, f"use --num-images {num_cameras} or more")])
+    prompt_length = min(data.mock_prompt_length, model.max_prompt_length)
     source = MockSource(
         num_samples=data.mock_num_samples,
         num_cameras=num_cameras,
+        camera_counts=data.mock_camera_counts,
         num_images=num_images,
         image_size=model.image_size,
-        prompt_length=min(data.mock_prompt_length, model.max_prompt_length),
+        min_prompt_length=prompt_length if data.mock_min_prompt_length is None else data.mock_min_prompt_length,
+        prompt_length=prompt_length,
         max_prompt_length=model.max_prompt_length,
         vocab_size=model.vocab_size,
         action_horizon=model.action_horizon,
@@ -125,4 +143,8 @@ def _build_mock(config: RunConfig) -> DataSupply:
     if data.data_access != "random":
         raise CheckError([error("--data-access", "mock data has no episodes to decode", "use --data-access random")])
     views = tuple(f"view_{i}" for i in range(num_images))
-    return DataSupply(config, source, data.mock_num_samples, None, [], 0.0, views=views)
+    limits = pack_limits(config, family, num_images)
+    supply = DataSupply(config, source, data.mock_num_samples, None, [], 0.0, views=views, pack_limits=limits)
+    if supply.packing is not None and int(os.environ.get("RANK", "0")) == 0:
+        print("\n".join(preview(supply.packing)), flush=True)
+    return supply

@@ -190,6 +190,11 @@ class RobotDataset:
         idle: np.ndarray = motion_facts(columns, self.state_key)["idle_R"]
         return idle
 
+    @property
+    def embodiment(self) -> str | None:
+        """Robot type of the dataset's metadata."""
+        return self.table.robot_type
+
     def fingerprint(self) -> str:
         """Names the numbers that statistics are made of: rate, episodes, states and actions; the same for every file format."""
         digest = hashlib.blake2b(digest_size=16)

@@ -19,6 +19,7 @@ from megatron_vla.data.sampler import UINT64
 NOISE_STREAM = 0x6E6F697365
 TIME_STREAM = 0x74696D65
 MOCK_STREAM = 0x6D6F636B
+MOCK_SIZE_STREAM = 0x73697A65
 AUGMENT_STREAM = 0x6175676D
 
 # Columns of augmentation parameters. Torch form: pixels, degrees, factors. JAX form: pixels from the centre, radians, amounts.

@@ -9,6 +9,7 @@ Shape legend: H height, W width, S side of the square model image, C 3 channels,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -80,7 +81,7 @@ def model_image(image_HWC: np.ndarray, size: int, resize: ImageResize, name: str
     Uint8 for pil_bilinear (a quarter of the bytes to copy; `pixels_to_model_range` follows), else float32 in [-1, 1].
     """
     if resize == "pil_bilinear":
-        return np.ascontiguousarray(resize_with_pad_pil(image_HWC, size, name).transpose(2, 0, 1))
+        return resize_with_pad_pil(image_HWC, size, name).transpose(2, 0, 1)
     return resize_with_pad_torch(image_HWC, size, name)
 
 
@@ -91,12 +92,22 @@ def empty_image(size: int, resize: ImageResize) -> np.ndarray:
     return np.full((3, size, size), -1.0, dtype=np.float32)
 
 
-def pixels_to_model_range(images: Tensor) -> Tensor:
-    """uint8 [0, 255] -> float32 [-1, 1]; float images are already in range and pass. Same shape."""
+def stack_views(views: Sequence[np.ndarray | None], size: int, resize: ImageResize) -> np.ndarray:
+    """[V, 3, S, S], contiguous, of views as `model_image` gives them; None: a view without camera."""
+    empty = empty_image(size, resize)
+    stacked_VCSS = np.empty((len(views), *empty.shape), dtype=empty.dtype)
+    for place, view in enumerate(views):
+        # Channels are put first here and nowhere before: one copy.
+        stacked_VCSS[place] = empty if view is None else view
+    return stacked_VCSS
+
+
+def pixels_to_model_range(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """uint8 [0, 255] -> [-1, 1] in `dtype`; float images are already in range and are only cast. Same shape."""
     # This order of operations maps all 256 levels exactly as the reference pipelines do.
     if images.dtype == torch.uint8:
-        return images.to(torch.float32) / 255.0 * 2.0 - 1.0
-    return images
+        return images.to(dtype) / 255.0 * 2.0 - 1.0
+    return images.to(dtype)
 
 
 def check_image_range(images_BVCHW: Tensor) -> None:

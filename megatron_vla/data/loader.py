@@ -6,10 +6,9 @@ Shape legend: as data/batch.py; M samples of a piece.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -20,6 +19,9 @@ from megatron_vla.data.augmentation import Augmentation
 from megatron_vla.data.batch import Batch, collate_tensors
 from megatron_vla.data.draws import flow_draws
 from megatron_vla.data.locator import LocatorIndex
+from megatron_vla.data.pack_sampler import PackSampler
+from megatron_vla.data.packed_batch import PackedBatch, pack_samples
+from megatron_vla.data.packing import PackLimits, SampleSize
 from megatron_vla.data.preprocess import Preprocessor
 from megatron_vla.data.sampler import MicroBatchSampler
 from megatron_vla.data.watch import DataWatch, Stage, StageTimes, StatusBoard
@@ -47,6 +49,10 @@ class SampleSource(Protocol):
         """Sample number `index` (0 ... num_samples - 1)."""
         ...
 
+    def size_of(self, index: int) -> SampleSize:
+        """What the sample needs of a pack, without reading pictures."""
+        ...
+
     def take_times(self) -> StageTimes:
         """Costs since the last call, in this process."""
         ...
@@ -57,6 +63,14 @@ class SampleSource(Protocol):
 
     def use_board(self, board: StatusBoard, first_sample: int = 0) -> None:
         """Note there what is being done; sample numbers on the board start at `first_sample`."""
+        ...
+
+
+class EpisodeSource(SampleSource, Protocol):
+    """Samples that come out of episodes."""
+
+    def in_storage_order(self, index_M: np.ndarray, epoch: int) -> Iterator[dict[str, Any]]:
+        """Samples with ascending numbers, decoding forward only."""
         ...
 
 
@@ -103,6 +117,14 @@ class RobotSource:
             raw = self.dataset[self._row(index)]
             self._count_reading(time.perf_counter() - start, len(self.dataset.cameras))
             return self._preprocessed(index, raw, epoch)
+        except Exception as problem:
+            raise SampleError(f"{self.where(index)}: {type(problem).__name__}: {problem}") from problem
+
+    def size_of(self, index: int) -> SampleSize:
+        """See `SampleSource`. Raises SampleError."""
+        row = self._row(index)
+        try:
+            return self.preprocessor.size_of(self.dataset.instruction(row), self.dataset.state_ND[row])
         except Exception as problem:
             raise SampleError(f"{self.where(index)}: {type(problem).__name__}: {problem}") from problem
 
@@ -201,8 +223,8 @@ class DrawnSamples(Dataset[tuple[dict[str, Any], StageTimes]]):
 
     def in_storage_order(self, index_M: np.ndarray, epoch: int) -> Iterator[dict[str, Any]]:
         """The same arrays as one by one, for ascending sample numbers, decoding forward only. Raises SampleError."""
-        assert isinstance(self.source, RobotSource), "decode_once is refused for sources without episodes"
-        for arrays in self.source.in_storage_order(index_M, epoch):
+        source = cast(EpisodeSource, self.source)  # decode_once is refused for sources without episodes
+        for arrays in source.in_storage_order(index_M, epoch):
             yield self._drawn(arrays, epoch)
 
     def _drawn(self, arrays: dict[str, Any], epoch: int) -> dict[str, Any]:
@@ -229,9 +251,9 @@ class DrawnSamples(Dataset[tuple[dict[str, Any], StageTimes]]):
 
 @dataclass
 class LoadedBatch:
-    """A micro-batch, what it cost, and augmentation parameters [B, V, P] that are still to be applied."""
+    """A micro-batch, what it cost, and augmentation parameters that are still to be applied: [B, V, P], of a pack [I, P]."""
 
-    batch: Batch
+    batch: Batch | PackedBatch
     times: StageTimes
     augmentation_BVP: Tensor | None = None
 
@@ -273,7 +295,7 @@ def loaded_batch(tensors: dict[str, Tensor], times: StageTimes, width: PromptWid
     return LoadedBatch(Batch(**tensors), times, parameters_BVP)
 
 
-def collate(items: list[tuple[dict[str, Any], StageTimes]], width: PromptWidth) -> LoadedBatch:
+def collate_padded(items: list[tuple[dict[str, Any], StageTimes]], width: PromptWidth) -> LoadedBatch:
     """Samples -> one micro-batch."""
     times, started = StageTimes(), time.perf_counter()
     for _, sample_times in items:
@@ -281,6 +303,25 @@ def collate(items: list[tuple[dict[str, Any], StageTimes]], width: PromptWidth) 
     loaded = loaded_batch(collate_tensors([arrays for arrays, _ in items]), times, width)
     times.copy_seconds += time.perf_counter() - started
     return loaded
+
+
+def collate_pack(items: list[tuple[dict[str, Any], StageTimes]], limits: PackLimits) -> LoadedBatch:
+    """Samples -> one pack."""
+    times = StageTimes()
+    for _, sample_times in items:
+        times.add(sample_times)
+    return packed_batch([arrays for arrays, _ in items], times, limits)
+
+
+def packed_batch(samples: list[dict[str, Any]], times: StageTimes, limits: PackLimits) -> LoadedBatch:
+    """Samples of one pack -> the pack."""
+    started = time.perf_counter()
+    extra = (AUGMENTATION_FIELD,) if AUGMENTATION_FIELD in samples[0] else ()
+    tensors = pack_samples(samples, limits, extra)
+    parameters_IP = tensors.pop(AUGMENTATION_FIELD, None)
+    batch = PackedBatch(**tensors, longest_sequence=limits.longest_prefix)  # type: ignore[arg-type]
+    times.copy_seconds += time.perf_counter() - started
+    return LoadedBatch(batch, times, parameters_IP)
 
 
 def _initialise_worker(worker: int) -> None:
@@ -293,11 +334,11 @@ def _initialise_worker(worker: int) -> None:
 
 def load_micro_batches(
     samples: DrawnSamples,
-    sampler: MicroBatchSampler,
+    sampler: MicroBatchSampler | PackSampler,
     *,
     num_workers: int,
     prefetch_factor: int,
-    width: PromptWidth,
+    collate: Callable[[list[tuple[dict[str, Any], StageTimes]]], LoadedBatch],
     pin_memory: bool,
     watch: DataWatch,
 ) -> Iterator[LoadedBatch]:
@@ -311,7 +352,7 @@ def load_micro_batches(
         num_workers=num_workers,
         # torch refuses a prefetch factor without workers.
         prefetch_factor=prefetch_factor if num_workers else None,
-        collate_fn=partial(collate, width=width),
+        collate_fn=collate,
         pin_memory=pin_memory,
         worker_init_fn=_initialise_worker,
         # Without workers a thread watches instead (DataWatch.ends_stalled_loading).

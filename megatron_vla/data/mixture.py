@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from megatron_vla.data.loader import RobotSource
+from megatron_vla.data.packing import SampleSize
 from megatron_vla.data.sampler import CACHED_EPOCHS, UINT64, GlobalOrder, SampleOrder
 from megatron_vla.data.watch import StageTimes, StatusBoard
 
@@ -49,10 +50,15 @@ def quotas(num_samples: Sequence[int], weights: Sequence[float] | None) -> np.nd
     return quota_M
 
 
+def dataset_seed(seed: int, dataset: int) -> int:
+    """Seed of the own order of dataset number `dataset` of a mixture."""
+    # Wraps like the generator's own 64-bit key.
+    return (seed + dataset * SEED_STRIDE) & UINT64
+
+
 def dataset_order(num_samples: int, seed: int, shuffle: bool, dataset: int) -> GlobalOrder:
     """The own order of dataset number `dataset` of a mixture."""
-    # Wraps like the generator's own 64-bit key.
-    return GlobalOrder(num_samples, (seed + dataset * SEED_STRIDE) & UINT64, shuffle)
+    return GlobalOrder(num_samples, dataset_seed(seed, dataset), shuffle)
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,8 @@ class MixtureOrder:
         for dataset, quota in enumerate(self.quota_M.tolist()):
             before_N[dataset_N == dataset] = np.arange(quota)
         self._epochs[epoch] = dataset_N, before_N
-        while len(self._epochs) > CACHED_EPOCHS:
+        # Decoding ahead looks one epoch further than a global batch does.
+        while len(self._epochs) > CACHED_EPOCHS + 1:
             self._epochs.popitem(last=False)
         return dataset_N, before_N
 
@@ -105,6 +112,17 @@ class MixtureOrder:
         dataset = int(dataset_N[place])
         # Quotas are the same in every epoch, so no earlier epoch has to be looked at.
         return dataset, epoch * int(self.quota_M[dataset]) + int(before_N[place])
+
+    def locate_all(self, position_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`locate` of many positions: int64 [P] each."""
+        epoch_P, place_P = np.divmod(position_P, self.num_samples)
+        dataset_P, own_P = np.empty_like(position_P), np.empty_like(position_P)
+        for epoch in np.unique(epoch_P).tolist():
+            here = epoch_P == epoch
+            dataset_N, before_N = self._places(epoch)
+            dataset_P[here] = dataset_N[place_P[here]]
+            own_P[here] = epoch * self.quota_M[dataset_P[here]] + before_N[place_P[here]]
+        return dataset_P, own_P
 
     def at(self, position: int) -> tuple[int, int]:
         """(epoch of the sample's own dataset, sample number) at a global position."""
@@ -142,6 +160,11 @@ class MixtureSource:
         dataset = self.dataset_of(index)
         return self.sources[dataset].where(index - int(self.first_sample_M[dataset]))
 
+    def size_of(self, index: int) -> SampleSize:
+        """See `SampleSource`."""
+        dataset = self.dataset_of(index)
+        return self.sources[dataset].size_of(index - int(self.first_sample_M[dataset]))
+
     def use_board(self, board: StatusBoard, first_sample: int = 0) -> None:
         """See `SampleSource`."""
         for source, first in zip(self.sources, self.first_sample_M.tolist(), strict=True):
@@ -154,7 +177,15 @@ class MixtureSource:
     def __call__(self, index: int, epoch: int) -> dict[str, Any]:
         """Raises SampleError naming dataset, sample, episode and frame."""
         dataset = self.dataset_of(index)
-        arrays = self.sources[dataset](index - int(self.first_sample_M[dataset]), epoch)
+        return self._numbered(dataset, self.sources[dataset](index - int(self.first_sample_M[dataset]), epoch))
+
+    def in_storage_order(self, index_M: np.ndarray, epoch: int) -> Iterator[dict[str, Any]]:
+        """See RobotSource; all numbers are of one dataset, as a shard's are."""
+        dataset = self.dataset_of(int(index_M[0]))
+        for arrays in self.sources[dataset].in_storage_order(index_M - self.first_sample_M[dataset], epoch):
+            yield self._numbered(dataset, arrays)
+
+    def _numbered(self, dataset: int, arrays: dict[str, Any]) -> dict[str, Any]:
         # Unique over all datasets: it keys noise, flow time and augmentation.
         arrays["sample_index_B"] = arrays["sample_index_B"] + np.int64(self.first_row_M[dataset])
         return arrays

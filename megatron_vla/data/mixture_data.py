@@ -80,7 +80,7 @@ def prepare_mixture(config: RunConfig, parts: Sequence[DatasetPart], state_is_mo
     opened = [dataclasses.replace(data, command=statistics_command(config)) for data in opened]
     layout = _shared_layout(parts, opened, config.data.num_images)
     merged: Sequence[Statistics | None] = [None] * len(parts)
-    if config.data.mixture_statistics == "merged":
+    if config.data.mixture_statistics != "per_dataset":
         merged = _merged(config, parts, opened)
     of_name = {part.name: (data, statistics) for part, data, statistics in zip(parts, opened, merged, strict=True)}
     prepared = _collect(parts, lambda part: finish_robot_data(of_name[part.name][0], layout, of_name[part.name][1]))
@@ -168,20 +168,47 @@ def _shared_layout(parts: Sequence[DatasetPart], opened: Sequence[OpenedData], n
     return SharedLayout(views, num_images or len(views), max(layout.state_dim for layout in known))
 
 
+def statistics_groups(kind: str, robot_types: dict[str, str | None]) -> list[list[str]]:
+    """Names of datasets that share statistics. Raises CheckError for a dataset that does not say which robot it is of."""
+    if kind == "per_dataset":
+        return [[name] for name in robot_types]
+    if kind == "merged":
+        return [list(robot_types)]
+    unknown = [name for name, robot in robot_types.items() if not robot]
+    if unknown:
+        what = f"per_embodiment, but the metadata of {', '.join(unknown)} states no robot type"
+        fix = "add robot_type to its meta/info.json (RLDS: to --rlds-mapping), or use --mixture-statistics per_dataset"
+        raise CheckError([error("--mixture-statistics", what, fix)])
+    groups: dict[str | None, list[str]] = {}
+    for name, robot in robot_types.items():
+        groups.setdefault(robot, []).append(name)
+    return list(groups.values())
+
+
+def check_shared_widths(kind: str, group: Sequence[str], widths: dict[str, tuple[int, int]]) -> None:
+    """Raises CheckError when datasets that share statistics have other dimensions; widths: (state, action) by name."""
+    if len({widths[name] for name in group}) > 1:
+        listed = ", ".join(f"{name} state {widths[name][0]} action {widths[name][1]}" for name in group)
+        what = f"{kind}, but the datasets have different dimensions: {listed}"
+        raise CheckError([error("--mixture-statistics", what, "use --mixture-statistics per_dataset")])
+
+
 def _merged(config: RunConfig, parts: Sequence[DatasetPart], opened: Sequence[OpenedData]) -> list[Statistics | None]:
-    """The same statistics for every dataset, of all their samples."""
+    """The same statistics for every dataset of a group, of all the group's samples."""
     if config.data.statistics_path is not None:
         # Whoever made that file merged them there: the checkpoint's own, at a resume.
         return [None] * len(parts)
-    widths = {
-        part.name: (data.columns.dataset.state_ND.shape[-1], data.columns.dataset.actions_ND.shape[-1])
-        for part, data in zip(parts, opened, strict=True)
-    }
-    if len(set(widths.values())) > 1:
-        listed = ", ".join(f"{name} state {state} action {action}" for name, (state, action) in widths.items())
-        what = f"merged, but the datasets have different dimensions: {listed}"
-        raise CheckError([error("--mixture-statistics", what, "use --mixture-statistics per_dataset")])
+    kind = config.data.mixture_statistics
+    of_name = {part.name: data for part, data in zip(parts, opened, strict=True)}
+    columns = {name: data.columns.dataset for name, data in of_name.items()}
+    groups = statistics_groups(kind, {name: dataset.embodiment for name, dataset in columns.items()})
+    for group in groups:
+        widths = {name: (dataset.state_ND.shape[-1], dataset.actions_ND.shape[-1]) for name, dataset in columns.items()}
+        check_shared_widths(kind, group, widths)
     # Statistics over columns with faults would hide them behind numbers.
-    raise_errors([_named(p.name, f) for p, data in zip(parts, opened, strict=True) for f in data.findings])
-    streams = [(data.columns.dataset, data.transform, data.columns.samples) for data in opened]
-    return list(merged_statistics(streams, config.data.statistics_quantiles))
+    raise_errors([_named(name, finding) for name, data in of_name.items() for finding in data.findings])
+    found: dict[str, Statistics] = {}
+    for group in groups:
+        streams = [(of_name[n].columns.dataset, of_name[n].transform, of_name[n].columns.samples) for n in group]
+        found |= dict(zip(group, merged_statistics(streams, config.data.statistics_quantiles), strict=True))
+    return [found[part.name] for part in parts]

@@ -23,16 +23,35 @@ from torch import Tensor
 
 from megatron_vla.data.loader import DrawnSamples, SampleError
 from megatron_vla.data.shard_cache import PieceJob, SampleLayout, Slot, build_piece
-from megatron_vla.data.shard_order import LaneSampler, ShardOrder
+from megatron_vla.data.shard_order import LaneOrder
 from megatron_vla.data.watch import POLL_SECONDS, DataWatch, StageTimes
 
 ORPHAN_CHECK_SECONDS = 2.0
 STOP_SECONDS = 5.0
+LARGE_ROW_BYTES = 4096
 Item = TypeVar("Item")
 
 
 class _Stopped(Exception):
     """The run ends while somebody waits for a piece."""
+
+
+class PositionSampler(Protocol):
+    """Which positions a rank reads, and in how many pieces at a time: a LaneSampler or a PackLaneSampler."""
+
+    @property
+    def order(self) -> LaneOrder:
+        """Of all samples."""
+        ...
+
+    @property
+    def num_open_pieces(self) -> int:
+        """Pieces that this rank reads at a time."""
+        ...
+
+    def positions(self) -> Iterator[np.ndarray]:
+        """Global positions, some at a time; in each lane ascending. Walking twice gives the same twice."""
+        ...
 
 
 class PieceBuilder(Protocol):
@@ -51,7 +70,7 @@ class PieceBuilder(Protocol):
 class InlineBuilder:
     """Builds a piece when it is waited for, in this process."""
 
-    def __init__(self, order: ShardOrder, samples: DrawnSamples, slots: list[Slot]) -> None:
+    def __init__(self, order: LaneOrder, samples: DrawnSamples, slots: list[Slot]) -> None:
         self._order, self._samples, self._slots = order, samples, slots
 
     def submit(self, job: PieceJob) -> None:
@@ -65,7 +84,7 @@ class InlineBuilder:
         """Nothing to stop."""
 
 
-def _work(worker: int, link: Any, parent: int, order: ShardOrder, samples: DrawnSamples, slots: list[Slot]) -> None:
+def _work(worker: int, link: Any, parent: int, order: LaneOrder, samples: DrawnSamples, slots: list[Slot]) -> None:
     """Body of a worker process."""
     # Ctrl-C is the training process's to handle; a plain SIGTERM ends a worker whatever handlers it inherited.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -90,7 +109,7 @@ def _work(worker: int, link: Any, parent: int, order: ShardOrder, samples: Drawn
 class WorkerBuilder:
     """`num_workers` forked processes, each with its own decoders; a piece goes to the one with the fewest waiting."""
 
-    def __init__(self, order: ShardOrder, samples: DrawnSamples, slots: list[Slot], num_workers: int, watch: DataWatch) -> None:
+    def __init__(self, order: LaneOrder, samples: DrawnSamples, slots: list[Slot], num_workers: int, watch: DataWatch) -> None:
         self._watch = watch
         self._done: dict[PieceJob, tuple[StageTimes, str | None]] = {}
         self._waiting: list[set[PieceJob]] = [set() for _ in range(num_workers)]
@@ -177,7 +196,7 @@ class WorkerBuilder:
 class ShardReader:
     """Tensors of one rank's micro-batches, read out of the slots that `builder` fills."""
 
-    def __init__(self, sampler: LaneSampler, builder: PieceBuilder, slots: list[Slot]) -> None:
+    def __init__(self, sampler: PositionSampler, builder: PieceBuilder, slots: list[Slot]) -> None:
         self._sampler, self._builder, self._slots = sampler, builder, slots
         self._order = sampler.order
         self._free = deque(range(len(slots)))
@@ -226,33 +245,39 @@ class ShardReader:
 
     def _read(self, position_P: np.ndarray) -> tuple[dict[str, Tensor], StageTimes]:
         times = StageTimes()
-        tensors: dict[str, Tensor] = {}
+        arrays: dict[str, np.ndarray] = {}
         # Runs of one piece are copied before the next piece of the same lane may take its slot.
         pending: dict[int, tuple[list[int], list[int]]] = {}
         copy_seconds = 0.0
         for target, (lane, key, place) in enumerate(self._keys(position_P)):
             current = self._open.get(lane)
             if current is None or (current.epoch, current.piece) != key:
-                copy_seconds += self._copy(pending.pop(lane, None), lane, tensors, len(position_P))
+                copy_seconds += self._copy(pending.pop(lane, None), lane, arrays, len(position_P))
                 times.add(self._enter(lane, key))
             targets, rows = pending.setdefault(lane, ([], []))
             targets.append(target)
             rows.append(place - self._open[lane].first_place)
         for lane, run in pending.items():
-            copy_seconds += self._copy(run, lane, tensors, len(position_P))
+            copy_seconds += self._copy(run, lane, arrays, len(position_P))
         times.add(StageTimes(copy_seconds=copy_seconds))
-        return tensors, times
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}, times
 
-    def _copy(self, run: tuple[list[int], list[int]] | None, lane: int, tensors: dict[str, Tensor], size: int) -> float:
+    def _copy(self, run: tuple[list[int], list[int]] | None, lane: int, arrays: dict[str, np.ndarray], size: int) -> float:
         """Rows of the lane's open piece into the micro-batch; returns seconds."""
         if run is None:
             return 0.0
         started = time.perf_counter()
-        targets, rows = (torch.tensor(numbers) for numbers in run)
-        for name, stored in self._slots[self._open[lane].slot].tensors.items():
-            if name not in tensors:
-                tensors[name] = torch.empty((size, *stored.shape[1:]), dtype=stored.dtype)
-            tensors[name].index_copy_(0, targets, stored.index_select(0, rows))
+        targets, rows = run
+        for name, stored in self._slots[self._open[lane].slot].arrays.items():
+            if name not in arrays:
+                arrays[name] = np.empty((size, *stored.shape[1:]), dtype=stored.dtype)
+            array = arrays[name]
+            if stored.nbytes // len(stored) < LARGE_ROW_BYTES:
+                array[targets] = stored[rows]
+            else:
+                # Pictures row by row: one copy, where indexing makes a second one in between.
+                for target, row in zip(targets, rows, strict=True):
+                    array[target] = stored[row]
         return time.perf_counter() - started
 
 
@@ -262,13 +287,13 @@ class ShardStream:
     def __init__(
         self,
         samples: DrawnSamples,
-        sampler: LaneSampler,
+        sampler: PositionSampler,
         layout: SampleLayout,
         num_workers: int,
         prefetch_shards: int,
         watch: DataWatch,
     ) -> None:
-        capacity = int(sampler.order.table.count_K.max())
+        capacity = sampler.order.largest_piece
         slots = [Slot(layout, capacity) for _ in range(sampler.num_open_pieces + prefetch_shards)]
         self.num_workers = min(num_workers, prefetch_shards)
         self._builder: PieceBuilder = InlineBuilder(sampler.order, samples, slots)

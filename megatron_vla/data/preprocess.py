@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from megatron_vla.data.cameras import CameraMap
-from megatron_vla.data.image import ImageResize, empty_image, model_image
+from megatron_vla.data.image import ImageResize, model_image, stack_views
 from megatron_vla.data.normalization import Normalization, NormalizationVariant
+from megatron_vla.data.packing import SampleSize
 from megatron_vla.data.prompt import SentencePieceTokenizer, pad_prompt, prompt_ids
 from megatron_vla.data.statistics import Statistics
 from megatron_vla.data.transforms import absolute_to_delta, action_loss_mask, delta_to_absolute, pad_last_dim
@@ -116,15 +117,14 @@ class Preprocessor:
         # Before padding: only the robot's own dimensions are in the prompt.
         tokens_L, token_is_valid_L = self.tokenize(instruction, normalized_D)
         cameras = settings.camera_map
-        empty = empty_image(settings.image_size, settings.image_resize)
-        views = [
-            empty if frame is None else model_image(frame, settings.image_size, settings.image_resize, key)
+        views: list[np.ndarray | None] = [
+            None if frame is None else model_image(frame, settings.image_size, settings.image_resize, key)
             for frame, key in zip(cameras.select(images), settings.camera_keys, strict=True)
         ]
         # Last, so that real cameras keep their places when slots are added.
-        views += [empty] * (settings.num_images - len(views))
+        views += [None] * (settings.num_images - len(views))
         return {
-            "images_BVCHW": np.stack(views),
+            "images_BVCHW": stack_views(views, settings.image_size, settings.image_resize),
             "camera_is_present_BV": np.array(cameras.is_present),
             "tokens_BL": tokens_L,
             "token_is_valid_BL": token_is_valid_L,
@@ -134,6 +134,12 @@ class Preprocessor:
     def prompt_token_ids(self, instruction: str, normalized_state_D: np.ndarray) -> list[int]:
         """Ids of the whole prompt, neither cut nor padded."""
         return prompt_ids(self.tokenizer, instruction, normalized_state_D if self.settings.prompt_state else None)
+
+    def size_of(self, instruction: str, state_D: np.ndarray) -> SampleSize:
+        """Images and prompt tokens of the sample that these make; reads no picture."""
+        normalized_D = self.state_normalizer.normalize(np.asarray(state_D, dtype=np.float32))
+        prompt = min(len(self.prompt_token_ids(instruction, normalized_D)), self.settings.max_prompt_length)
+        return SampleSize(sum(self.settings.camera_map.is_present), prompt)
 
     def tokenize(self, instruction: str, normalized_state_D: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(int64 [L], bool [L]) of the prompt. A prompt that does not fit is cut, or raises ValueError (--prompt-overflow)."""

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from megatron_vla.data.shard_order import ShardOrder
+from megatron_vla.data.shard_order import LaneOrder
 from megatron_vla.data.watch import StageTimes
 
 if TYPE_CHECKING:
@@ -50,7 +48,7 @@ class SampleLayout:
 
 
 class Slot:
-    """Room for M samples, field by field: arrays [M, ...] for the writer, tensors on the same memory for the reader."""
+    """Room for M samples, field by field: arrays [M, ...], which the writer fills and the reader copies from."""
 
     def __init__(self, layout: SampleLayout, num_samples: int) -> None:
         self._memory = mmap.mmap(-1, layout.slot_bytes(num_samples))
@@ -61,7 +59,6 @@ class Slot:
             flat = np.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
             self.arrays[name] = flat.reshape((num_samples, *shape))
             offset += layout.field_bytes(name, num_samples)
-        self.tensors: dict[str, Tensor] = {name: torch.from_numpy(array) for name, array in self.arrays.items()}
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class PieceJob:
     slot: int
 
 
-def build_piece(job: PieceJob, order: ShardOrder, samples: DrawnSamples, slot: Slot) -> StageTimes:
+def build_piece(job: PieceJob, order: LaneOrder, samples: DrawnSamples, slot: Slot) -> StageTimes:
     """Decode the samples of a piece in storage order and put each where it will be read. Raises SampleError."""
     wanted_M = order.piece_samples(job.epoch, job.piece)[job.first_place :]
     place_M = np.argsort(wanted_M, kind="stable")

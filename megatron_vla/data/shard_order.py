@@ -15,11 +15,12 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from megatron_vla.data.locator import ShardTable
-from megatron_vla.data.sampler import UINT64, MicroBatchSampler
+from megatron_vla.data.sampler import UINT64, MicroBatchSampler, SampleOrder
 
 SHARD_STREAM = 0x7368617264
 PIECE_STREAM = 0x7069656365
@@ -75,6 +76,24 @@ class ShardOrder:
     def num_samples(self) -> int:
         """N, per epoch."""
         return self.table.num_samples
+
+    @property
+    def num_shards(self) -> int:
+        """K."""
+        return self.table.num_shards
+
+    @property
+    def largest_piece(self) -> int:
+        """Samples of the largest shard; a piece is never larger."""
+        return int(self.table.count_K.max())
+
+    def lanes(self, position_P: np.ndarray) -> np.ndarray:
+        """Lane of each position."""
+        return position_P % self.num_lanes
+
+    def has_own_lanes(self, data_parallel_size: int, global_batch_size: int) -> bool:
+        """Every rank has lanes of its own; else lanes change ranks from batch to batch, and shards are decoded by several."""
+        return self.num_lanes % data_parallel_size == 0 and global_batch_size % self.num_lanes == 0
 
     def _generator(self, stream: int, epoch: int, item: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(key=[self.seed & UINT64, stream], counter=[0, 0, item, epoch]))
@@ -153,20 +172,54 @@ class ShardOrder:
         return digest.hexdigest()[:16]
 
 
+class LaneOrder(SampleOrder, Protocol):
+    """An order that is read in lanes, piece by piece: ShardOrder, or MixtureShardOrder."""
+
+    @property
+    def num_lanes(self) -> int:
+        """L."""
+        ...
+
+    @property
+    def num_shards(self) -> int:
+        """K."""
+        ...
+
+    @property
+    def largest_piece(self) -> int:
+        """Bound on the samples of a piece."""
+        ...
+
+    def lanes(self, position_P: np.ndarray) -> np.ndarray:
+        """Lane of each position."""
+        ...
+
+    def has_own_lanes(self, data_parallel_size: int, global_batch_size: int) -> bool:
+        """Whether no lane is read by two ranks."""
+        ...
+
+    def places(self, position_P: np.ndarray) -> Places:
+        """Epoch, lane, piece and place of global positions."""
+        ...
+
+    def piece_samples(self, epoch: int, piece: int) -> np.ndarray:
+        """Sample numbers of a piece in the order they are read, int64."""
+        ...
+
+
 @dataclass(frozen=True)
 class LaneSampler(MicroBatchSampler):
-    """Micro-batches of one rank in a ShardOrder: the global batch is split by lane, so that ranks decode different shards.
+    """Micro-batches of one rank in a LaneOrder: the global batch is split by lane, so that ranks decode different shards.
 
     The set of samples of a global batch is the same for every world size, as with MicroBatchSampler.
     """
 
-    order: ShardOrder
+    order: LaneOrder
 
     @property
     def is_even(self) -> bool:
-        """Every rank has lanes of its own; else lanes change ranks from batch to batch, and shards are decoded by several."""
-        lanes = self.order.num_lanes
-        return lanes % self.data_parallel_size == 0 and self.global_batch_size % lanes == 0
+        """Every rank has lanes of its own."""
+        return self.order.has_own_lanes(self.data_parallel_size, self.global_batch_size)
 
     @property
     def num_open_pieces(self) -> int:
@@ -180,7 +233,7 @@ class LaneSampler(MicroBatchSampler):
         for iteration in range(self.num_iterations):
             start = self.consumed_samples + iteration * self.global_batch_size
             position_P = np.arange(start, start + self.global_batch_size, dtype=np.int64)
-            by_lane = position_P[np.argsort(position_P % self.order.num_lanes, kind="stable")]
+            by_lane = position_P[np.argsort(self.order.lanes(position_P), kind="stable")]
             # Back in reading order, so that every micro-batch mixes all lanes of the rank.
             mine = np.sort(by_lane[self.data_parallel_rank * share : (self.data_parallel_rank + 1) * share])
             yield from mine.reshape(-1, self.micro_batch_size)

@@ -171,6 +171,7 @@ class Statistics:
     """Statistics of state and actions with what they were computed on.
 
     `dataset_fingerprint` changes with the data, `transform_hash` with everything that shapes the transformed stream.
+    `embodiment`: the robot's type, None when it is not known (older files, datasets that do not state it).
     """
 
     features: Mapping[str, FeatureStatistics]
@@ -178,6 +179,7 @@ class Statistics:
     transform_hash: str
     quantiles: str
     about: Mapping[str, Any] = field(default_factory=dict)
+    embodiment: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -185,6 +187,7 @@ class Statistics:
             "format_version": FORMAT_VERSION,
             "dataset_fingerprint": self.dataset_fingerprint,
             "transform_hash": self.transform_hash,
+            "embodiment": self.embodiment,
             "quantiles": self.quantiles,
             "about": dict(self.about),
             "features": {name: feature.to_dict() for name, feature in self.features.items()},
@@ -204,6 +207,7 @@ class Statistics:
             content["transform_hash"],
             content["quantiles"],
             dict(content.get("about", {})),
+            content.get("embodiment"),
         )
 
     def save(self, path: Path) -> None:
@@ -211,10 +215,12 @@ class Statistics:
         path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @staticmethod
-    def load(path: Path, fingerprint: str | None = None, transform_hash: str | None = None) -> Statistics:
+    def load(
+        path: Path, fingerprint: str | None = None, transform_hash: str | None = None, embodiment: str | None = None
+    ) -> Statistics:
         """Inverse of `save`, and of `save_statistics_of_datasets`: there the statistics of the dataset with `fingerprint`.
 
-        Of several with that fingerprint, those with `transform_hash`. Raises ValueError naming the file.
+        Of several with that fingerprint, those with `transform_hash` and `embodiment`. Raises ValueError naming the file.
         """
         try:
             content = json.loads(path.read_text())
@@ -229,7 +235,7 @@ class Statistics:
                 f"{path}: statistics of the datasets {', '.join(parts)}, none of them has fingerprint {fingerprint}; "
                 "make it with tools/compute_norm_stats.py from the same --data-path"
             )
-        return next((part for part in fitting if part.transform_hash == transform_hash), fitting[0])
+        return max(fitting, key=lambda part: (part.transform_hash == transform_hash, part.embodiment == embodiment))
 
     def normalizer(self, feature: str, mode: Normalization, variant: Any) -> Normalizer:
         """Normalizer of "state" or "actions"."""

@@ -41,6 +41,11 @@ class LowDimColumns(Protocol):
         """int [N]: the dataset's own episode number."""
         ...
 
+    @property
+    def embodiment(self) -> str | None:
+        """The robot's type; None when the dataset does not state it."""
+        ...
+
     def fingerprint(self) -> str:
         """Hash of metadata and low-dimensional columns."""
         ...
@@ -153,6 +158,7 @@ def merged_statistics(
             transform_hash=transform.hash(len(samples)),
             quantiles=method,
             about=transform.about(len(samples)),
+            embodiment=columns.embodiment,
         )
         for columns, transform, samples in streams
     ]
@@ -168,7 +174,7 @@ def load_statistics(
 ) -> tuple[Statistics | None, list[Finding]]:
     """Statistics from --statistics-path; refused when made on other data or with other transforms unless `allow_foreign`."""
     try:
-        statistics = Statistics.load(Path(path), columns.fingerprint(), transform.hash(num_samples))
+        statistics = Statistics.load(Path(path), columns.fingerprint(), transform.hash(num_samples), columns.embodiment)
     except ValueError as problem:
         return None, [error("--statistics-path", str(problem), command)]
     findings = []
@@ -181,6 +187,8 @@ def load_statistics(
     # Both are reported, so that one recomputation repairs both.
     if statistics.dataset_fingerprint != columns.fingerprint():
         differences.append(f"other data (fingerprint {statistics.dataset_fingerprint}, here {columns.fingerprint()})")
+    if statistics.embodiment is not None and statistics.embodiment != columns.embodiment:
+        differences.append(f"another robot ({statistics.embodiment}, here {columns.embodiment or 'not stated'})")
     if statistics.transform_hash != transform.hash(num_samples):
         here = transform.about(num_samples)
         changed = [f"{k} {statistics.about.get(k)} -> {v}" for k, v in here.items() if not _same(statistics.about.get(k), v)]

@@ -76,14 +76,28 @@ class PyAVDecoder:
 
     def frames_at(self, indices: Sequence[int]) -> np.ndarray:
         """See `Decoder`."""
-        found: dict[int, np.ndarray] = {}
-        for index in sorted(set(indices)):
-            found[index] = self._frame(index)
-        return np.stack([found[index] for index in indices])
+        frames_nHWC: np.ndarray | None = None
+        places: dict[int, list[int]] = {}
+        for place, index in enumerate(indices):
+            places.setdefault(index, []).append(place)
+        for index in sorted(places):
+            picture = self._frame(index)
+            if frames_nHWC is None:
+                frames_nHWC = np.empty((len(indices), picture.height, picture.width, 3), dtype=np.uint8)
+            # Out of the picture's own memory, row by row as it is padded: one copy, not one to an array and one to the result.
+            line_size = picture.planes[0].line_size
+            pixels = np.frombuffer(picture.planes[0], dtype=np.uint8, count=picture.height * line_size)
+            pixels = pixels.reshape(picture.height, line_size)
+            for place in places[index]:
+                frames_nHWC[place] = pixels[:, : 3 * picture.width].reshape(picture.height, picture.width, 3)
+        assert frames_nHWC is not None, "at least one frame is asked for"
+        return frames_nHWC
 
-    def _frame(self, index: int) -> np.ndarray:
-        """Decode forward if near, else seek; if the key frame found lies behind the target (B-frames, odd indexes), seek
-        earlier."""
+    def _frame(self, index: int) -> Any:
+        """The picture in RGB.
+
+        Decode forward if near, else seek; if the key frame found lies behind the target (B-frames, odd indexes), seek earlier.
+        """
         forward = self._decoded is not None and 0 <= self._position < index <= self._position + FORWARD_FRAMES
         back_off = 0
         while True:
@@ -91,7 +105,7 @@ class PyAVDecoder:
                 self._seek(max(0, index - back_off))
             frame, overshot = self._decode_until(index)
             if frame is not None and not overshot:
-                return self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
+                return self._reformatter.reformat(frame, format="rgb24", threads=1)
             if not forward and back_off >= index:
                 found = None if frame is None else float((frame.pts - self._start) * self._time_base)
                 raise FrameMismatch(self.path, index, float(index * self._frame_duration * self._time_base), found)

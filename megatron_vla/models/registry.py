@@ -13,16 +13,22 @@ class ModelFamily:
     """What the rest of the project needs to know of a model family, and all it may know.
 
     build(config: RunConfig, groups: ParallelGroups) -> nn.Module, randomly initialised from config.training.seed.
-    skeleton(config: RunConfig) -> nn.Module: the whole model on the meta device, which costs no memory; its module names are
-        those of every layout.
+    skeleton(config: RunConfig) -> nn.Module: the whole model on the meta device in the run's dtypes, which costs no memory; its
+        module names are those of every layout.
     forward_step(data_iterator, model) -> (output, loss_func): Megatron's contract; loss_func(output) returns
         (loss_sum, num_valid_elements, metrics), device tensors of shape [] each.
     check(config) -> list[Finding]: the family's own rules, before anything is built.
     converter: released layouts <-> this project's parameter names.
     block_names: dotted patterns ('*' = one segment) of what "a layer" is, for compile, checkpointing, FP8 and graphs.
+    fp8_excluded_names: dotted patterns of modules that --fp8 leaves in bf16 with everything inside them, because their rounding
+        errors matter more than their time: --fp8-module-list overrides it.
+    backbone_functions: dotted names of methods of fixed-shape tensors that are one graph each under --compile-scope backbone
+        ("backbone", "vision_tower.forward"); between them they call every layer.
+    group_functions: methods of what lies around the layers, which --compile-scope multi_group compiles beside each layer.
     metric_names: names of the metrics that loss_func returns; stages without a loss need to know how many there are.
     pipeline_units(config: RunConfig) -> ModelUnits: the model's parts with their FLOPs, for the stage plan.
     batch_fields: names of the Batch tensors that forward_step reads.
+    image_tokens(config.family) -> prefix tokens of one image in a pack; None: the family cannot read packs (--packing).
     sample_actions(model, batch, num_steps, noise_BTA) -> normalised actions [B, T, A], without drawing anything; None: the
         family cannot act yet.
     num_inference_steps(family_config) -> int: denoising steps unless a flag says otherwise.
@@ -38,9 +44,13 @@ class ModelFamily:
     check: Callable[..., Any]
     converter: Any
     block_names: tuple[str, ...]
+    backbone_functions: tuple[str, ...]
+    group_functions: tuple[str, ...]
+    fp8_excluded_names: tuple[str, ...] = ()
     metric_names: tuple[str, ...]
     pipeline_units: Callable[..., Any]
     batch_fields: frozenset[str]
+    image_tokens: Callable[[Any], int] | None = None
     sample_actions: Callable[..., Any] | None = None
     num_inference_steps: Callable[[Any], int] | None = None
     inference_methods: tuple[str, ...] = ()

@@ -9,12 +9,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_vla.config.optimization import OptimizationConfig
+from megatron_vla.models.registry import ModelFamily
 from megatron_vla.optimizations.patterns import select_modules
 
 FLAG = "--activation-checkpoint-module-patterns"
 
 
-def apply(model: nn.Module, config: OptimizationConfig, report: Callable[[str], None]) -> nn.Module:
+def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, report: Callable[[str], None]) -> nn.Module:
     """Checkpoint the modules that the flag describes. Raises ValueError for a pattern that describes nothing or overlaps."""
     if not config.activation_checkpoint_module_patterns:
         return model

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from megatron_vla.config.optimization import OptimizationConfig
+from megatron_vla.models.registry import ModelFamily
 
 
-def apply(model: nn.Module, config: OptimizationConfig, report: Callable[[str], None]) -> nn.Module:
+def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, report: Callable[[str], None]) -> nn.Module:
     """Set the process's TF32 switches to --allow-tf32; the model itself is not touched."""
     # Set in both directions: torch lets convolutions use TF32 unless told otherwise.
     torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32

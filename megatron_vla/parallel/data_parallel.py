@@ -56,6 +56,9 @@ class DataParallelModel(Protocol):
     def gather_parameters(self) -> None:
         """Bring the model's parameters up to date now, for readers other than forward (all ranks call it)."""
 
+    def after_replay(self) -> None:
+        """Bring this object's host state to what an eager step would have left: a replayed graph runs none of its code."""
+
 
 def named_parts(module: nn.Module, owned_part: OwnerRule) -> list[tuple[str, OwnedPart]]:
     """This rank's parts of all parameters that receive gradients, by name."""
@@ -102,6 +105,9 @@ class DirectGradients:
         """Nothing to do."""
 
     def gather_parameters(self) -> None:
+        """Nothing to do."""
+
+    def after_replay(self) -> None:
         """Nothing to do."""
 
 
@@ -171,6 +177,9 @@ class MegatronDataParallel:
     def gather_parameters(self) -> None:
         """Nothing to do: every rank has updated everything."""
 
+    def after_replay(self) -> None:
+        """Nothing to do: what backward's hooks count starts anew with every step."""
+
 
 def _sum_over_ranks(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Communication hook of torch DDP that sums; its default divides by the number of ranks."""
@@ -235,6 +244,9 @@ class TorchDataParallel:
 
     def gather_parameters(self) -> None:
         """Nothing to do: every rank has updated everything."""
+
+    def after_replay(self) -> None:
+        """Nothing to do: what backward's hooks count starts anew with every step."""
 
 
 def _bucket_megabytes(module: nn.Module, parallel: ParallelConfig) -> float:

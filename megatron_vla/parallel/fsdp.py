@@ -187,3 +187,6 @@ class FullyShardedModel:
 
     def gather_parameters(self) -> None:
         """Nothing to do: parameters outside forward are the shards themselves."""
+
+    def after_replay(self) -> None:
+        """Never called: a graph runner refuses fsdp2."""

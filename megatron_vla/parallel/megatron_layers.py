@@ -8,7 +8,7 @@ Shape legend: B samples, L token slots, H hidden.
 from __future__ import annotations
 
 import warnings
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,9 @@ with warnings.catch_warnings():
     # The import announces which optional NVIDIA packages are absent; nothing here uses them.
     warnings.simplefilter("ignore")
     from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel import mappings as mappings  # for sequence_parallel.py
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
-# RowParallelLinear leaves out the group in an inner call that does not communicate, and then warns about itself.
-warnings.filterwarnings("ignore", message=".*tp_group is None", category=DeprecationWarning)
 # torch 2.13 renames the collectives that megatron-core calls; torch 2.11 does not know the new names.
 warnings.filterwarnings("ignore", message="`torch.distributed.(all_gather_into|reduce_scatter)_tensor`", category=FutureWarning)
 
@@ -106,6 +105,11 @@ class RowParallel(RowParallelLinear):  # type: ignore[misc]
         if bias and tensor_parallel.sequence_parallel:
             self.bias.tensor_parallel_partial = True
         self.size = tensor_parallel.size
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **arguments: Any) -> Tensor:
+        # Left out by the parent, the group of this product (which does not communicate) makes rank 0, and only rank 0, warn:
+        # in a compiled layer that is a break in one rank's graph.
+        return cast(Tensor, super()._forward_impl(input=input, weight=weight, **{**arguments, "tp_group": self.tp_group}))
 
     def forward(self, rows: Tensor) -> Tensor:
         """[..., in / size] -> [..., out], or this rank's rows of it."""

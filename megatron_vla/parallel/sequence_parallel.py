@@ -12,9 +12,6 @@ Shape legend: B samples, S tokens, H hidden, R token rows of this rank, X channe
 
 from __future__ import annotations
 
-import functools
-import importlib
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +23,11 @@ from torch.nn import functional as F
 from megatron_vla.parallel.tensor_parallel import TensorParallel
 
 
-@functools.cache
 def _mappings() -> Any:
-    """megatron-core's autograd collectives, imported on first use: size 1 does not need them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return importlib.import_module("megatron.core.tensor_parallel.mappings")
+    """megatron-core's autograd collectives, loaded with the layers that need them; a plain import is no break in a graph."""
+    from megatron_vla.parallel.megatron_layers import mappings
+
+    return mappings
 
 
 def padded_rows(tokens: Tensor, size: int) -> Tensor:

@@ -85,6 +85,11 @@ class ShardedMegatronDataParallel(MegatronDataParallel):
         """All-gather every bucket now; a later forward pass before the next update gathers nothing again."""
         self.wrapped.start_param_sync(force_sync=True)
 
+    def after_replay(self) -> None:
+        """The parameters have changed again: what was gathered for a reader in between is out of date."""
+        for group in self.wrapped.bucket_groups:
+            group.param_gather_dispatched = False
+
 
 class _UncalledModules:
     """Finds parameters that are read without calling their module (`embedding.weight`), and gathers these before all others.

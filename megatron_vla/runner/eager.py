@@ -55,9 +55,22 @@ class EagerRunner:
 
     def step(self, batches: Iterator[Batch], learning_rate: float) -> StepMetrics:
         """One optimizer step on the next `num_microbatches` host batches; returns device tensors."""
+        self.optimizer.advance(learning_rate)
+        return self.iterate(batches)
+
+    def iterate(self, batches: Iterator[Batch]) -> StepMetrics:
+        """The step without its host side: nothing here depends on a host number that changes, so a graph can replay it."""
+        return self.update(self.accumulate(batches))
+
+    def accumulate(self, batches: Iterator[Batch]) -> Tensor:
+        """Gradients of the next `num_microbatches` batches, summed over data-parallel ranks; totals as Schedule.run."""
         self.model.zero_gradients()
         totals = self.schedule.run(self.family.forward_step, batches, self.num_microbatches)
         self.model.finish_gradients()
+        return totals
+
+    def update(self, totals: Tensor) -> StepMetrics:
+        """Clip, AdamW, EMA and publication of the accumulated gradients. `totals`: of this rank, summed over ranks in place."""
         dist.all_reduce(totals, group=self.groups.data_parallel_group)
         loss_sum, num_valid, extra_sums = totals[0], totals[1], totals[2:]
         # A batch without any valid element has loss 0 and no gradient; it must not divide by zero.
@@ -68,22 +81,39 @@ class EagerRunner:
         norm = global_gradient_norm(counted, scope.group, self.groups.device) / count
         loss = loss_sum / count
         is_finite = torch.isfinite(loss) & torch.isfinite(norm)
-        self._update(gradients, clip_factor(norm, self.clip_grad) / count, is_finite, learning_rate)
+        healthy = self._healthy & is_finite
+        self._apply(gradients, clip_factor(norm, self.clip_grad) / count, healthy)
         passes = self.num_microbatches * self.groups.data_parallel_size
         extra = {name: value / passes for name, value in zip(self.family.metric_names, extra_sums, strict=True)}
-        return StepMetrics(loss, num_valid, norm, self._healthy if self.check_finite else is_finite, extra)
+        return StepMetrics(loss, num_valid, norm, healthy if self.check_finite else is_finite, extra)
 
-    def _update(self, gradients: list[Tensor], scale: Tensor, is_finite: Tensor, learning_rate: float) -> None:
+    def _apply(self, gradients: list[Tensor], scale: Tensor, healthy: Tensor) -> None:
         """Optimizer and EMA; a no-op on the device once anything was not finite."""
         keep: Tensor | None = None
         if self.check_finite:
-            self._healthy = keep = self._healthy & is_finite
+            # In place: a graph finds the flag where the last step, eager or replayed, has left it.
+            self._healthy.copy_(healthy)
+            keep = healthy
             if not self.optimizer.is_fused:
                 # NaN times zero is NaN: gradients of a refused step are replaced, not scaled.
                 self.model.mask_gradients(keep)
             scale = torch.where(keep, scale, 0.0)
-        self.optimizer.advance(learning_rate)
         self.optimizer.step(gradients, scale, keep)
         self.model.publish_parameters()
         if self.average is not None:
             self.average.update()
+
+    def poll(self) -> list[str]:
+        """See `Runner`."""
+        return []
+
+    def counters(self) -> dict[str, float]:
+        """See `Runner`."""
+        return {}
+
+    def summary(self) -> list[str]:
+        """See `Runner`."""
+        return ["runner: eager"]
+
+    def release(self) -> None:
+        """See `Runner`."""

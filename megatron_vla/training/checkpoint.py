@@ -42,7 +42,11 @@ FIX = "load a checkpoint of this model, or set the model flags that it was train
 
 @dataclass
 class TrainState:
-    """What a checkpoint holds of a run in progress. `module` is the bare model (its names are the stored names)."""
+    """What a checkpoint holds of a run in progress. `module` is the bare model (its names are the stored names).
+
+    empty_slots: places for samples in the packs so far (--packing) that held none; samples of steps since the last log line are
+    still counted here.
+    """
 
     module: nn.Module
     optimizer: AdamW
@@ -50,6 +54,12 @@ class TrainState:
     schedule: Schedule
     iteration: int = 0
     consumed_samples: int = 0
+    empty_slots: int = 0
+
+    @property
+    def consumed_slots(self) -> int:
+        """Samples that the steps so far had room for: what the learning rate goes by."""
+        return self.consumed_samples + self.empty_slots
 
 
 def model_parts(module: nn.Module) -> list[StoredTensor]:
@@ -222,5 +232,6 @@ def load_checkpoint(folder: CheckpointFolder, state: TrainState, groups: Paralle
         )
     state.iteration = folder.iteration
     state.consumed_samples = folder.consumed_samples
+    state.empty_slots = int(folder.state.get("empty_slots", 0))
     lines.append(f"resumed at iteration {state.iteration}, {state.consumed_samples} samples consumed")
     return lines

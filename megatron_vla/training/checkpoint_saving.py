@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vla.config.run import RunConfig
+from megatron_vla.data.pack_sampler import gathered_state
 from megatron_vla.parallel.groups import ParallelGroups
 from megatron_vla.training import checkpoint_folder, random_state
 from megatron_vla.training.checkpoint import FORMAT, RNG_FILE, TrainState, contents
@@ -57,13 +58,17 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _state_json(state: TrainState, config: RunConfig, groups: ParallelGroups, order_hash: str) -> dict[str, Any]:
+def _state_json(
+    state: TrainState, config: RunConfig, groups: ParallelGroups, order_hash: str, packs: dict[str, Any] | None
+) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "iteration": state.iteration,
         "consumed_samples": state.consumed_samples,
+        "empty_slots": state.empty_slots,
+        "packing": packs,
         "optimizer_step": state.optimizer.param_groups[0]["step"],
-        "learning_rate_of_next_step": state.schedule.learning_rate(state.consumed_samples),
+        "learning_rate_of_next_step": state.schedule.learning_rate(state.consumed_slots),
         "schedule": dataclasses.asdict(state.schedule),
         "global_batch_size": config.global_batch_size(groups.world_size),
         "world_size": groups.world_size,
@@ -195,14 +200,20 @@ class CheckpointSaver:
             self._mine = assign_writers(everyone)[groups.rank]
         written = only_written(parts, self._mine)
         random_states = random_state.capture(groups.rank)
-        gathered: list[Any] | None = [random_states] * groups.world_size if groups.is_main else None
+        mine = random_states, self.supply.pack_states(state.iteration)
+        gathered: list[Any] | None = [mine] * groups.world_size if groups.is_main else None
         if groups.world_size > 1:
-            dist.gather_object(random_states, gathered, dst=0, group=groups.host_group)
+            dist.gather_object(mine, gathered, dst=0, group=groups.host_group)
+        held = self._copies.take(written) if self.in_background else written
+        if gathered is None:
+            return Snapshot(state.iteration, held, None, None)
+        # Every rank knows the packs of its own streams; another world size deals all of them anew.
+        packs = gathered_state(state.iteration, [states for _, states in gathered]) if mine[1] is not None else None
         return Snapshot(
             iteration=state.iteration,
-            parts=self._copies.take(written) if self.in_background else written,
-            random_states=None if gathered is None else {n: t for states in gathered for n, t in states.items()},
-            state=_state_json(state, self.config, groups, self.supply.order_hash) if groups.is_main else None,
+            parts=held,
+            random_states={n: t for tensors, _ in gathered for n, t in tensors.items()},
+            state=_state_json(state, self.config, groups, self.supply.order_hash, packs),
         )
 
     def _write_and_note(self, snapshot: Snapshot, path: Path) -> None:

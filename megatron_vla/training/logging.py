@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from megatron_vla.training.plot import draw_loss_curve
 METRICS_FILE = "metrics.jsonl"
 CURVE_FILE = "loss_curve.png"
 DATA_WAIT_HINT_SHARE = 0.10
+HINT_REPEAT_WINDOWS = 50
 DATA_STAGES = ("read", "decode", "transform", "copy")
 
 
@@ -108,12 +109,18 @@ def progress_line(record: Mapping[str, Any], train_iters: int) -> str:
             f"{record['samples_per_s']:.1f} samples/s",
             f"step {record['step_ms']:.0f} ms",
             f"data wait {record['data_wait_ms']:.0f} ms",
+            *_pack_shares(record),
             f"peak {record['peak_memory_gib']:.2f} GiB",
             f"samples {record['consumed_samples']}",
             f"epoch {record['epoch']:.3f}",
             f"ETA {_duration(record['eta_seconds'])}",
         )
     )
+
+
+def _pack_shares(record: Mapping[str, Any]) -> Iterator[str]:
+    if "samples_per_pack" in record:
+        yield f"{record['samples_per_pack']:.1f} samples/pack, {record['pack_useful_token_share']:.1%} useful tokens"
 
 
 def data_wait_hint(record: Mapping[str, Any], config: RunConfig) -> str | None:
@@ -146,6 +153,29 @@ def _stage_advice(stage: str | None, config: RunConfig) -> str:
     return ""
 
 
+class HintFilter:
+    """Says a hint once, and again only when its advice changes or after a while: every line would drown the log.
+
+    The first window is passed over: workers start in it, and everybody waits for them.
+    """
+
+    def __init__(self) -> None:
+        self._windows = 0
+        self._said: str | None = None
+        self._said_at = 0
+
+    def passes(self, hint: str | None) -> bool:
+        """Called once per window."""
+        self._windows += 1
+        if hint is None or self._windows == 1:
+            return False
+        advice = hint.partition("): ")[2]
+        if advice == self._said and self._windows < self._said_at + HINT_REPEAT_WINDOWS:
+            return False
+        self._said, self._said_at = advice, self._windows
+        return True
+
+
 class RunLogger:
     """Writers of rank 0; on other ranks construct none. `resumed_iteration` cuts what a killed run wrote beyond it."""
 
@@ -154,6 +184,7 @@ class RunLogger:
         self.folder = log_folder(config)
         self._iterations: list[int] = []
         self._losses: list[float] = []
+        self._hints = HintFilter()
         self._terminal = sys.stdout.isatty()
         self._live_width = 0
         self._tensorboard: Any = None
@@ -209,8 +240,8 @@ class RunLogger:
         self._losses += record["losses"]
         self.message(progress_line(record, self.config.training.train_iters))
         hint = data_wait_hint(record, self.config)
-        if hint:
-            self.message(hint)
+        if self._hints.passes(hint):
+            self.message(str(hint))
         if self.folder is not None:
             with open(self.folder / METRICS_FILE, "a") as file:
                 file.write(json.dumps(record) + "\n")

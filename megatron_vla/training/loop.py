@@ -5,6 +5,8 @@ The host never waits for the device inside an interval: losses are read once per
 
 from __future__ import annotations
 
+import functools
+import operator
 import shlex
 import sys
 import time
@@ -23,7 +25,7 @@ from megatron_vla.data.batch import Batch
 from megatron_vla.models.registry import ModelFamily
 from megatron_vla.parallel.failure import RankWatch
 from megatron_vla.parallel.groups import ParallelGroups, shorten_timeouts
-from megatron_vla.runner.eager import EagerRunner
+from megatron_vla.runner.build import Runner
 from megatron_vla.training.checkpoint import TrainState
 from megatron_vla.training.checkpoint_saving import CheckpointSaver
 from megatron_vla.training.evaluation_jobs import EvaluationJobs
@@ -67,7 +69,7 @@ class TrainingRun:
     family: ModelFamily
     groups: ParallelGroups
     supply: Any
-    runner: EagerRunner
+    runner: Runner
     state: TrainState
     watch: RankWatch
 
@@ -117,7 +119,7 @@ class _Loop:
         training = self.config.training
         first = self.state.iteration
         # Opened inside StopSignals: worker processes inherit handlers that leave Ctrl-C to this process.
-        with closing(self._open(self.state.consumed_samples, max(0, training.train_iters - first))) as source:
+        with closing(self._open(self.state.consumed_samples, max(0, training.train_iters - first), first)) as source:
             batches = TimedIterator(source, self.run_parts.watch)
             reason = "all iterations are done"
             while self.state.iteration < training.train_iters:
@@ -145,20 +147,24 @@ class _Loop:
             self._finish(reason)
         return self.evaluations
 
-    def _open(self, consumed_samples: int, num_iterations: int) -> Any:
-        """This rank's micro-batches (a generator) from a position in the order of samples."""
+    def _open(self, consumed_samples: int, num_iterations: int, iteration: int) -> Any:
+        """This rank's micro-batches (a generator) from a position in the order of samples, after `iteration` steps."""
         groups = self.groups
-        return self.run_parts.supply.iterator(
-            consumed_samples, groups.data_parallel_rank, groups.data_parallel_size, num_iterations, groups.device.type == "cuda"
-        )
+        place = (groups.data_parallel_rank, groups.data_parallel_size, num_iterations, groups.device.type == "cuda")
+        return self.run_parts.supply.iterator(consumed_samples, *place, iteration)
 
     def _step(self, batches: TimedIterator) -> None:
-        learning_rate = self.state.schedule.learning_rate(self.state.consumed_samples)
+        learning_rate = self.state.schedule.learning_rate(self.state.consumed_slots)
         batches.iteration = self.state.iteration + 1
         metrics = self.run_parts.runner.step(batches, learning_rate)
         self.state.iteration += 1
-        self.state.consumed_samples += self.global_batch_size
+        if self.run_parts.supply.packing is None:
+            self.state.consumed_samples += self.global_batch_size
+        else:
+            # Packs hold as many samples as fit: they are counted when the counts of all ranks come together.
+            self.state.empty_slots += self.global_batch_size
         self.window.append(self.state.iteration, learning_rate, metrics)
+        self._message(self.run_parts.runner.poll())
         if self.logger is not None:
             self.logger.live(f"iteration {self.state.iteration}/{self.config.training.train_iters}")
 
@@ -172,7 +178,9 @@ class _Loop:
         bad = next((r for r in records if not r.is_finite), None)
         if bad is not None and self.config.training.check_for_nan_in_loss_and_grad:
             start = self.state.consumed_samples - (self.state.iteration - bad.iteration + 1) * self.global_batch_size
-            with closing(self._open(start, 1)) as again:
+            # The pass that looks for the cause needs the memory, and nothing is replayed any more.
+            self.run_parts.runner.release()
+            with closing(self._open(start, 1, bad.iteration - 1)) as again:
                 forward_step = self.run_parts.family.forward_step
                 raise diagnose(self.run_parts.runner.schedule, forward_step, self.groups, again, bad.iteration, bad.loss)
         timing = self._timing(batches.take_waits(), seconds, count)
@@ -188,20 +196,27 @@ class _Loop:
     def _timing(self, waits: list[float], seconds: float, count: int) -> WindowTiming:
         """Worst rank's data wait (with its stages) and memory: one slow loader holds everybody up."""
         gathered: list[Any] = [None] * self.groups.world_size
-        mine = (waits, peak_memory_gib(self.groups.device), self.run_parts.supply.metrics())
+        packs = self.run_parts.supply.pack_window(self.state.iteration - count + 1, self.state.iteration)
+        mine = (waits, peak_memory_gib(self.groups.device), self.run_parts.supply.metrics(), packs)
         dist.all_gather_object(gathered, mine, group=self.groups.host_group)
-        totals = [sum(rank_waits) for rank_waits, _, _ in gathered]
+        totals = [sum(rank_waits) for rank_waits, *_ in gathered]
         worst = totals.index(max(totals))
-        quantiles = [np.quantile(rank_waits or [0.0], [0.5, 0.99]) * 1e3 for rank_waits, _, _ in gathered]
+        quantiles = [np.quantile(rank_waits or [0.0], [0.5, 0.99]) * 1e3 for rank_waits, *_ in gathered]
+        samples, data = count * self.global_batch_size, gathered[worst][2]
+        if packs is not None:
+            whole = functools.reduce(operator.add, [rank_packs for *_, rank_packs in gathered])
+            samples, data = whole.samples, {**data, **whole.metrics()}
+            self.state.consumed_samples += samples
+            self.state.empty_slots -= samples
         return WindowTiming(
             seconds=seconds,
             data_wait_seconds=totals[worst],
             data_wait_rank=worst,
-            peak_memory_gib=max(peak for _, peak, _ in gathered),
-            samples=count * self.global_batch_size,
+            peak_memory_gib=max(peak for _, peak, *_ in gathered),
+            samples=samples,
             data_wait_p50_ms=tuple(float(p50) for p50, _ in quantiles),
             data_wait_p99_ms=tuple(float(p99) for _, p99 in quantiles),
-            data=gathered[worst][2],
+            data={**data, **self.run_parts.runner.counters()},
         )
 
     def _message(self, lines: list[str]) -> None:
@@ -230,6 +245,7 @@ class _Loop:
         self._save()
         if self.saver is not None:
             self._message(self.saver.finish())
+        self._message(self.run_parts.runner.summary())
         if self.evaluations is not None:
             self._message(self.evaluations.poll())
         if self.logger is None:

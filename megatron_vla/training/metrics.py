@@ -25,6 +25,11 @@ class StepMetrics:
     is_finite: Tensor
     extra: dict[str, Tensor] = field(default_factory=dict)
 
+    def copied(self) -> StepMetrics:
+        """The same numbers in memory of their own."""
+        extra = {name: value.clone() for name, value in self.extra.items()}
+        return StepMetrics(self.loss.clone(), self.num_valid.clone(), self.gradient_norm.clone(), self.is_finite.clone(), extra)
+
 
 @dataclass(frozen=True)
 class StepRecord:

@@ -46,7 +46,8 @@ def _bad_samples(batch: Batch) -> list[str]:
         if tensor.is_floating_point() and tensor.ndim:
             bad_B = ~torch.isfinite(tensor).flatten(1).all(dim=1) if tensor.ndim > 1 else ~torch.isfinite(tensor)
             if bool(bad_B.any()):
-                lines.append(f"batch field {name} is not finite for sample(s) {batch.sample_index_B[bad_B].tolist()}")
+                samples = batch.samples_of_rows(name)[bad_B].unique().tolist()
+                lines.append(f"batch field {name} is not finite for sample(s) {samples}")
     return lines
 
 
@@ -82,7 +83,8 @@ def examine(schedule: Schedule, forward_step: ForwardStep, batch: Batch) -> list
     schedule.model.zero_gradients()
     count = schedule.fewest_microbatches
     try:
-        with schedule.model.micro_batch(is_last=False):
+        # Hooks inside a compiled layer would not be called, or break its graph.
+        with schedule.model.micro_batch(is_last=False), torch.compiler.set_stance("force_eager"):
             totals = schedule.run(forward_step, iter([batch] * count), count, reduce_gradients=False)
     finally:
         for handle in handles:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 from megatron_vla.config.check import check
 from megatron_vla.config.run import RunConfig
 from megatron_vla.data.build import DataSupply, build_data
@@ -12,6 +14,7 @@ from megatron_vla.data.report import first_batch_report
 from megatron_vla.evaluation.plan import plan_findings
 from megatron_vla.findings import CheckError, error, raise_errors
 from megatron_vla.models.registry import ModelFamily
+from megatron_vla.runner.check import device_findings
 from megatron_vla.training.checkpoint_folder import CheckpointFolder
 from megatron_vla.training.logging import log_folder, print_once
 from megatron_vla.training.resume import find_resume, order_findings, resume_findings, with_stored_preprocessing
@@ -22,7 +25,7 @@ def prepare(config: RunConfig, family: ModelFamily, world_size: int) -> tuple[Ch
 
     Raises CheckError with every finding about flags and checkpoint, then with every finding about the data.
     """
-    findings = check(config, family, world_size)
+    findings = [*check(config, family, world_size), *device_findings(config, torch.cuda.is_available())]
     try:
         resume, lines = find_resume(config.checkpoint)
     except ValueError as problem:
@@ -32,6 +35,8 @@ def prepare(config: RunConfig, family: ModelFamily, world_size: int) -> tuple[Ch
     print_once(*lines, *changed_lines, *(f for f in findings if f.severity == "warning"))
     raise_errors(findings)
     supply = build_data(with_stored_preprocessing(config, resume), family)
+    if resume is not None:
+        supply.restore_packs(resume.state.get("packing"))
     if config.evaluation.eval_interval is not None and isinstance(supply.preprocessor, Preprocessor):
         raise_errors(list(plan_findings(config.evaluation, supply.preprocessor)))
     order = order_findings(resume, supply.order_hash, config)
@@ -40,7 +45,7 @@ def prepare(config: RunConfig, family: ModelFamily, world_size: int) -> tuple[Ch
     if config.logging.first_batch_report and os.environ.get("RANK", "0") == "0":
         consumed_samples = resume.consumed_samples if resume else 0
         first_batch_report(
-            supply.first_batch(consumed_samples, 0, config.data_parallel_size(world_size)),
+            supply.first_batch(consumed_samples, 0, config.data_parallel_size(world_size), resume.iteration if resume else 0),
             supply.preprocessor,
             log_folder(config),
             order_hash=supply.order_hash,

@@ -63,10 +63,13 @@ class ChangedFlag:
     field: str
     before: Any
     now: Any
+    changes_packs: bool = False
 
     @property
     def is_harmless(self) -> bool:
         """Whether the change leaves mathematics and order alone."""
+        if self.changes_packs:
+            return False
         return self.field.split(".")[0] in HARMLESS_SECTIONS or self.field in HARMLESS_FIELDS
 
     def __str__(self) -> str:
@@ -121,6 +124,9 @@ def resume_findings(found: CheckpointFolder | None, config: RunConfig, world_siz
     if found is None:
         return [], []
     changes = list(changed_flags(found.config(), config.to_dict()))
+    if config.data.packing:
+        # The size of a pack: it decides which samples are in a global batch, even where their number of slots stays.
+        changes = [dataclasses.replace(c, changes_packs=True) if c.field == "training.micro_batch_size" else c for c in changes]
     stored_batch = int(found.state["global_batch_size"])
     batch = config.global_batch_size(world_size)
     if stored_batch != batch:

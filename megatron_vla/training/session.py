@@ -16,7 +16,8 @@ from megatron_vla.parallel.failure import ends_all_ranks
 from megatron_vla.parallel.groups import initialize, shut_down, world_size_from_environment
 from megatron_vla.parallel.stage_plan import plan_stages
 from megatron_vla.parallel.tensor_parallel import seed_random_number_tracker
-from megatron_vla.runner.build import build_runner
+from megatron_vla.runner.build import build_runner, prepare_device, prepare_environment
+from megatron_vla.runner.warm_up import warm_up
 from megatron_vla.training.checkpoint import TrainState, load_checkpoint
 from megatron_vla.training.ema import ParameterAverage
 from megatron_vla.training.logging import print_once
@@ -34,9 +35,11 @@ def training_session(config: RunConfig, family: ModelFamily) -> Iterator[Trainin
     """
     world_size = world_size_from_environment()
     resume, supply = prepare(config, family, world_size)
+    prepare_environment(config, world_size)
     groups = initialize(config.parallel)
     with ends_all_ranks(groups.rank, groups.world_size) as watch:
         watch.enter("building the model")
+        prepare_device(config, groups)
         if groups.pipeline_model_parallel_size > 1:
             print_once(plan_stages(family.pipeline_units(config), config.parallel).table())
         if groups.tensor_model_parallel_size > 1:
@@ -45,7 +48,7 @@ def training_session(config: RunConfig, family: ModelFamily) -> Iterator[Trainin
         if config.model.pretrained_checkpoint is not None and resume is None:
             reinitialize = config.model.pretrained_reinitialize
             family.converter.load(config.model.pretrained_checkpoint, module, reinitialize, print_once)
-        module = apply_optimizations(module, config.optimization, print_once)
+        module = apply_optimizations(module, config.optimization, family, print_once)
         num_microbatches = config.num_microbatches(world_size)
         model = wrap(module, config.parallel, groups, family.block_names, num_microbatches)
         optimizer = AdamW(module.named_parameters(), config.optimizer, model.owned_part)
@@ -56,6 +59,11 @@ def training_session(config: RunConfig, family: ModelFamily) -> Iterator[Trainin
         if resume is not None:
             print_once(*load_checkpoint(resume, state, groups))
         runner = build_runner(family, model, optimizer, average, groups, config)
+        if config.optimization.compile and config.optimization.compile_warmup:
+            watch.enter("compiling")
+            batch = supply.example(groups.data_parallel_rank, groups.data_parallel_size)
+            warm_up(model, family, groups, config, batch, print_once)
         yield TrainingRun(config, family, groups, supply, runner, state, watch)
+        runner.release()
     supply.close()
     shut_down()

@@ -55,7 +55,7 @@ def build_open_run(config: RunConfig, groups: ParallelGroups) -> TrainingRun:
     def build(*arguments: Any) -> torch.nn.Module:
         module = honest(*arguments)
         initialize_parameters(module, lambda name: normal(0.2), seed=7)
-        return apply_optimizations(module, config.optimization, lambda line: None)
+        return apply_optimizations(module, config.optimization, family, lambda line: None)
 
     object.__setattr__(family, "build", build)
     try:

@@ -32,6 +32,10 @@ TP2 = ("--tensor-model-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2", "--prompt-padding", "max")
 SP = ("--sequence-parallel",)
 ZERO = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+PACKED = (
+    *("--packing", "--pack-token-budget", "140", "--pack-pool-size", "8", "--mock-camera-counts", "1", "3"),
+    *("--mock-min-prompt-length", "3", "--micro-batch-size", "10", "--global-batch-size", "20", "--mock-num-samples", "200"),
+)
 FSDP = ("--data-parallel-strategy", "fsdp2")
 
 # name -> (ranks, flags)
@@ -48,6 +52,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "hsdp": (4, (*FSDP, "--fsdp-replicate-size", "2")),
     "tp2_fsdp2": (4, (*TP2, *FSDP)),
 }
+PACKED_LAYOUTS = {"packed_alone": (1, PACKED), "packed_zero2": (2, (*PACKED, *ZERO)), "packed_fsdp2": (2, (*PACKED, *FSDP))}
 # Each layout is saved by one and loaded by another; with (tp 2, dp 1) <-> (1, 1), (1, 2), (pp 2) among them.
 PAIRS = [
     ("alone", "alone"),
@@ -78,7 +83,7 @@ class Runs:
 
     def train(self, layout: str, *flags: str) -> list[training_cases.Ids]:
         """Samples that each rank used; its output stays in `printed`."""
-        world_size, own = LAYOUTS[layout]
+        world_size, own = {**LAYOUTS, **PACKED_LAYOUTS}[layout]
         words = [*FLAGS, *own, *flags]
         if world_size == 1:
             with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -130,7 +135,7 @@ def losses(root: Path) -> list[float]:
 
 def samples(layout: str, used: list[training_cases.Ids]) -> list[tuple[int, int]]:
     """Sample ids in the global order; ranks of one model replica must have used the same ones."""
-    world_size, flags = LAYOUTS[layout]
+    world_size, flags = {**LAYOUTS, **PACKED_LAYOUTS}[layout]
     tp, pp = 2 if "--tensor-model-parallel-size" in flags else 1, 2 if "--pipeline-model-parallel-size" in flags else 1
     dp = world_size // (tp * pp)
     # Ranks are numbered tensor first, then data, then pipeline.
@@ -165,6 +170,26 @@ def check(runs: Runs, tmp_path: Path, before: str, after: str) -> None:
         assert curve == losses(whole)
         one, two = tensors(tmp_path / "on", WHOLE), tensors(whole, WHOLE)
         assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("packed_zero2", "packed_alone"), ("packed_alone", "packed_zero2"), ("packed_fsdp2", "packed_fsdp2")]
+)
+def test_packs_and_pools_continue_on_any_number_of_ranks(runs: Runs, tmp_path: Path, before: str, after: str) -> None:
+    saved, first = runs.half(before)
+    assert all(pool for _, _, pool in open_folder(iteration_folder(saved, HALF)).state["packing"]["streams"].values())
+    second = runs.train(after, "--load", str(saved), "--save", str(tmp_path / "on"))
+    reference, order = runs.whole("packed_alone")
+    assert samples(before, first) + samples(after, second) == samples("packed_alone", order)
+    ends = [open_folder(iteration_folder(root, WHOLE)).state for root in (reference, tmp_path / "on")]
+    for name in ("packing", "consumed_samples", "empty_slots", "learning_rate_of_next_step"):
+        assert ends[0][name] == ends[1][name]
+    real = [sample for sample in samples("packed_alone", order) if sample[1] >= 0]
+    assert ends[0]["consumed_samples"] == len(set(real)) == len(real) and ends[0]["empty_slots"] == WHOLE * 20 - len(real)
+    assert losses(saved) + losses(tmp_path / "on") == pytest.approx(losses(reference), rel=1e-5)
+    record = json.loads((reference / "logs" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert 0.5 < record["pack_useful_token_share"] <= 1 and record["pack_wait_max"] >= 1
+    assert record["samples_per_pack"] == pytest.approx(len(real) / WHOLE / 2, rel=0.3)
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)

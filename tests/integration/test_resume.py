@@ -41,8 +41,12 @@ def assert_bit_equal(first: Path, second: Path, iteration: int) -> None:
         ("--async-save", "--save-interval", "3"),
         ("--bf16", "--data-parallel-strategy", "megatron_ddp"),
         ("--data-parallel-strategy", "torch_ddp", "--num-workers", "2"),
+        (
+            *("--packing", "--pack-token-budget", "140", "--pack-pool-size", "8", "--mock-camera-counts", "1", "3"),
+            *("--mock-min-prompt-length", "3", "--micro-batch-size", "10", "--global-batch-size", "20", "--num-workers", "1"),
+        ),
     ],
-    ids=["fp32", "async_save", "bf16", "torch_ddp"],
+    ids=["fp32", "async_save", "bf16", "torch_ddp", "packing"],
 )
 def test_K05_twenty_iterations_equal_ten_and_ten(tmp_path: Path, extra: tuple[str, ...]) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"

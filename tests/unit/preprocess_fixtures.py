@@ -79,6 +79,8 @@ class MemoryDataset:
     def __len__(self) -> int:
         return len(self.episode_of_N)
 
+    embodiment: str | None = "memory_arm"
+
     def fingerprint(self) -> str:
         return f"memory-{self.state_ND.sum():.6f}-{self.actions_ND.sum():.6f}"
 

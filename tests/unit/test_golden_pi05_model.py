@@ -31,7 +31,7 @@ from megatron_vla.training.gradient import clip_factor, gradient_norm
 from megatron_vla.training.optimizer import AdamW
 
 FP64, FP32_FORWARD, FP32_GRADIENT = 1e-9, 2e-5, 1e-4
-BACKENDS = ("sdpa", "eager")
+BACKENDS = ("sdpa", "matmul", "eager")
 
 
 def is_shift_invariant(name: str) -> bool:
@@ -264,7 +264,7 @@ def _compare_changes(
         assert float(change) == pytest.approx(expected[key], rel=limit, abs=rounding), released
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", (*BACKENDS, "varlen"))
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, FP64), (torch.float32, FP32_FORWARD)], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("name", CASE_NAMES)
 def test_sampled_actions(name: str, dtype: torch.dtype, limit: float, backend: Any) -> None:
@@ -306,5 +306,5 @@ def test_prefix_cache(name: str) -> None:
             assert relative_difference(tensor.transpose(1, 2)[valid_BP], expected.transpose(1, 2)[valid_BP]) <= FP64
     assert relative_difference(final_BPH[valid_BP], golden["prefill.last_hidden"][valid_BP]) <= FP64
     mask_BQK = golden["denoise.attention_mask_2d"]
-    ours_BQK = (cache.plan.suffix_mask_B11K[:, 0] == 0).expand_as(mask_BQK)
+    ours_BQK = (cache.plan.suffix_mask[:, 0] == 0).expand_as(mask_BQK)
     assert torch.equal(ours_BQK, mask_BQK)

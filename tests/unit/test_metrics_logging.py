@@ -11,7 +11,15 @@ import torch
 from PIL import Image
 from training_fixtures import tiny_config
 
-from megatron_vla.training.logging import Position, RunLogger, WindowTiming, data_wait_hint, progress_line, window_record
+from megatron_vla.training.logging import (
+    HintFilter,
+    Position,
+    RunLogger,
+    WindowTiming,
+    data_wait_hint,
+    progress_line,
+    window_record,
+)
 from megatron_vla.training.metrics import MetricWindow, StepMetrics, StepRecord
 from megatron_vla.training.plot import draw_loss_curve, smoothed
 
@@ -48,6 +56,16 @@ def test_record_holds_means_rates_and_every_step() -> None:
     line = progress_line(result, 20)
     for part in ("12/20", "loss 2.0", "8.0 samples/s", "data wait 250 ms", "peak 3.00 GiB", "epoch 1.5", "ETA 0:00:06"):
         assert part in line
+
+
+def test_V08_hint_comes_once_until_its_advice_changes() -> None:
+    config, filter_ = tiny_config(), HintFilter()
+    decode = {**record(1, [1.0], wait=0.5), "data_decode_ms": 9.0, "data_read_ms": 1.0}
+    hints = [data_wait_hint({**decode, "data_wait_share": 0.3 + n / 1000}, config) for n in range(70)]
+    said = [n for n, hint in enumerate(hints) if filter_.passes(hint)]
+    assert said == [1, 51]  # not while workers start; the changing share alone is no news
+    assert not filter_.passes(None)
+    assert filter_.passes(data_wait_hint({**decode, "data_read_ms": 20.0}, config))
 
 
 def test_V08_hint_names_the_stage_and_the_flags() -> None:

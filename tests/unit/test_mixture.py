@@ -24,10 +24,11 @@ from megatron_vla.config.run import parse_args
 from megatron_vla.data.build import build_data
 from megatron_vla.data.lerobot_writer import LeRobotWriter
 from megatron_vla.data.mixture import MixtureOrder, dataset_order, quotas
-from megatron_vla.data.mixture_data import MixturePreprocessor
+from megatron_vla.data.mixture_data import MixturePreprocessor, statistics_groups
 from megatron_vla.data.preprocess import Preprocessor
 from megatron_vla.data.report import first_batch_report
 from megatron_vla.data.sampler import MicroBatchSampler
+from megatron_vla.data.statistics import save_statistics_of_datasets
 from megatron_vla.data.statistics_pass import transformed_blocks
 from megatron_vla.findings import CheckError
 from megatron_vla.models.pi05.family import FAMILY
@@ -271,6 +272,33 @@ def _stream(source: Any) -> Any:
     from megatron_vla.data.statistics_pass import StreamTransform
 
     return StreamTransform(source.dataset.action_horizon, (), "observation.state", "action")
+
+
+def test_N06_statistics_of_a_mixture_are_kept_by_embodiment(folder: Path, tmp_path: Path) -> None:
+    """Two datasets of one robot share statistics, the third robot has its own; a file of another robot is refused."""
+    flags = mixture_flags(folder, "--mixture-statistics", "per_embodiment")
+    flags.insert(flags.index(str(folder / "arm")) + 1, str(folder / "arm2"))
+    flags.insert(flags.index("arm:base=front") + 1, "arm2:base=front")
+    parts = build_data(parse_args(flags), FAMILY).preprocessor
+    assert isinstance(parts, MixturePreprocessor)
+    arm, arm2, pair = (parts.parts[name].statistics for name in ("arm", "arm2", "pair"))
+    assert arm.features is arm2.features and arm.features is not pair.features
+    assert (arm.embodiment, arm2.embodiment, pair.embodiment) == ("arm", "arm", "pair")
+    merged = build_data(parse_args(merged_flags(folder)), FAMILY).preprocessor
+    assert isinstance(merged, MixturePreprocessor)
+    np.testing.assert_array_equal(
+        arm.features["actions"].values["q99"], merged.parts["arm"].statistics.features["actions"].values["q99"]
+    )
+    path = tmp_path / "statistics.json"
+    save_statistics_of_datasets(path, {"arm": dataclasses.replace(arm, embodiment="other_arm"), "arm2": arm2})
+    with pytest.raises(CheckError, match=r"dataset arm: --statistics-path: .* on another robot \(other_arm, here arm\)"):
+        build_data(parse_args(merged_flags(folder, "--statistics-path", str(path))), FAMILY)
+
+
+def test_N06_a_dataset_without_a_robot_type_cannot_share_by_embodiment() -> None:
+    assert statistics_groups("per_embodiment", {"a": "x", "b": "y", "c": "x"}) == [["a", "c"], ["b"]]
+    with pytest.raises(CheckError, match=r"metadata of b states no robot type"):
+        statistics_groups("per_embodiment", {"a": "x", "b": None})
 
 
 def test_merged_statistics_need_equal_dimensions(folder: Path) -> None:

@@ -18,7 +18,7 @@ FLAG = "--activation-checkpoint-module-patterns"
 
 
 def checkpointing(*patterns: str) -> OptimizationConfig:
-    return OptimizationConfig(activation_checkpoint_module_patterns=patterns)
+    return OptimizationConfig(activation_checkpoint_module_patterns=patterns, attention_backend="sdpa")
 
 
 def count_calls(model: nn.Module, name: str) -> list[str]:
@@ -64,7 +64,7 @@ def test_block_names_of_the_family_describe_its_layers() -> None:
 )
 def test_a_wrong_pattern_is_an_error_with_the_nearest_names(patterns: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        apply_optimizations(tiny_model(), checkpointing(*patterns))
+        apply_optimizations(tiny_model(), checkpointing(*patterns), FAMILY)
     assert FLAG in str(caught.value)
 
 
@@ -72,7 +72,7 @@ def test_off_returns_the_same_object_untouched() -> None:
     model = tiny_model()
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     lines: list[str] = []
-    assert apply_optimizations(model, OptimizationConfig(), lines.append) is model
+    assert apply_optimizations(model, OptimizationConfig(attention_backend="sdpa"), FAMILY, lines.append) is model
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
     assert lines == []
 
@@ -86,7 +86,7 @@ def test_off_returns_the_same_object_untouched() -> None:
 def test_checkpointing_changes_nothing(patterns: tuple[str, ...], backend: Any, skip_dead: bool, dtype: torch.dtype) -> None:
     options = {"attention_backend": backend, "skip_dead_compute": skip_dead}
     plain, batch = tiny_model(dtype=dtype, **options), tiny_batch()
-    model = apply_optimizations(tiny_model(dtype=dtype, **options), checkpointing(*patterns), lambda line: None)
+    model = apply_optimizations(tiny_model(dtype=dtype, **options), checkpointing(*patterns), FAMILY, lambda line: None)
     assert float(mean_loss(model, batch).detach()) == float(mean_loss(plain, batch).detach())
     expected, found = gradients(plain, batch), gradients(model, batch)
     assert expected.keys() == found.keys(), "a parameter without a gradient must not get one of zeros"
@@ -97,7 +97,7 @@ def test_checkpointing_changes_nothing(patterns: tuple[str, ...], backend: Any, 
 
 def test_checkpointing_recomputes_exactly_the_chosen_modules() -> None:
     lines: list[str] = []
-    model = apply_optimizations(tiny_model(), checkpointing("layers.*"), lines.append)
+    model = apply_optimizations(tiny_model(), checkpointing("layers.*"), FAMILY, lines.append)
     inside = count_calls(model, "layers.0.suffix.mlp")
     outside = count_calls(model, "vision_tower.layers.0")
     gradients(model, tiny_batch())
@@ -107,7 +107,7 @@ def test_checkpointing_recomputes_exactly_the_chosen_modules() -> None:
 
 def test_checkpointing_stores_less() -> None:
     def stored_bytes(*patterns: str) -> int:
-        model, total = apply_optimizations(tiny_model(), checkpointing(*patterns), lambda line: None), 0
+        model, total = apply_optimizations(tiny_model(), checkpointing(*patterns), FAMILY, lambda line: None), 0
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal total
@@ -123,7 +123,7 @@ def test_checkpointing_stores_less() -> None:
 
 def test_checkpointed_model_samples_the_same_actions() -> None:
     plain, batch = tiny_model(), tiny_batch()
-    model = apply_optimizations(tiny_model(), checkpointing("layers.*", "vision_tower.layers.*"), lambda line: None)
+    model = apply_optimizations(tiny_model(), checkpointing("layers.*", "vision_tower.layers.*"), FAMILY, lambda line: None)
     actions = [m.sample_actions(batch, 3, batch.noise_BTA) for m in (plain, model)]
     assert torch.equal(*actions)
 
@@ -136,7 +136,7 @@ def test_tf32_is_switched_both_ways(allowed: bool) -> None:
     try:
         products.allow_tf32 = convolutions.allow_tf32 = not allowed
         model, lines = nn.Linear(2, 2), []
-        assert apply_optimizations(model, OptimizationConfig(allow_tf32=allowed), lines.append) is model
+        assert apply_optimizations(model, OptimizationConfig(allow_tf32=allowed), FAMILY, lines.append) is model
         assert products.allow_tf32 is allowed and convolutions.allow_tf32 is allowed
         assert any("TF32" in line for line in lines) is allowed
     finally:

@@ -28,7 +28,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from megatron_vla.config.run import parse_args
-from megatron_vla.models.common.attention import attend, block_attention_mask, key_mask, token_positions
+from megatron_vla.models.common.attention import attend, block_attention_mask, token_positions
+from megatron_vla.models.common.attention_mask import key_mask
 from megatron_vla.models.common.flow_matching import flow_time_embedding, integrate_velocity
 from megatron_vla.models.pi05.family import FAMILY
 from megatron_vla.parallel.linear import column_parallel_linear
@@ -101,8 +102,8 @@ def test_backends_agree_on_grouped_queries(groups: int) -> None:
     value = uniform(3, (2, groups, 7, 8)).double()
     valid = torch.tensor([[1, 1, 0, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0]], dtype=torch.bool)
     mask = key_mask(valid, torch.float64)
-    outputs = [attend(query, key, value, mask, backend) for backend in ("sdpa", "eager")]
-    assert relative_difference(*outputs) <= 1e-14
+    outputs = [attend(query, key, value, mask, backend) for backend in ("sdpa", "matmul", "eager")]
+    assert all(relative_difference(output, outputs[-1]) <= 1e-14 for output in outputs[:-1])
     one_key = value[1, :, 0].repeat_interleave(4 // groups, dim=0).flatten()  # the only key that sample 1 may read
     assert relative_difference(outputs[0][1], one_key.expand(5, -1)) <= 1e-14
 
@@ -194,11 +195,9 @@ def test_uint8_images_become_the_documented_range() -> None:
     floats = replaced(batch, images_BVCHW=batch.images_BVCHW.double() / 255 * 2 - 1)
     with torch.no_grad():
         assert torch.equal(model(batch), model(floats))
-    pixels = model._pixels(torch.tensor([0, 255], dtype=torch.uint8).reshape(1, 2, 1, 1, 1), torch.ones(1, 2, dtype=torch.bool))
-    assert pixels.flatten().tolist() == [-1.0, 1.0]
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("backend", ["sdpa", "matmul", "eager", "varlen"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_N05_all_cameras_masked_and_empty_prompt_stay_finite(dtype: torch.dtype, backend: Any) -> None:
     model, batch = tiny_model(dtype=dtype, attention_backend=backend, skip_dead_compute=False), tiny_batch()

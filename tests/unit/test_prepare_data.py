@@ -44,9 +44,10 @@ def prepare(source: Path, mapping: str, output: Path, *more: str) -> int:
     return prepare_data.main([*flags, "--episodes-per-shard", "2", *more])
 
 
-def test_lossless_round_trip_gives_identical_samples(rlds: tuple[Path, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_lossless_round_trip_gives_identical_samples(rlds: tuple[Path, str], tmp_path: Path, processes: str) -> None:
     output = tmp_path / "out"
-    assert prepare(*rlds, output, "--storage", "image", "--verify-frames", "0", "--num-processes", "2") == 0
+    assert prepare(*rlds, output, "--storage", "image", "--verify-frames", "0", "--num-processes", processes) == 0
     ours, reference = opened(output), opened(*rlds)
     assert_same_samples(ours, reference)
     assert ours.fingerprint() == reference.fingerprint()
@@ -91,8 +92,9 @@ def test_stopped_conversion_goes_on(rlds: tuple[Path, str], tmp_path: Path, monk
     assert prepare(*rlds, output) == 1  # exists: not replaced without --overwrite
 
 
-def test_stop_while_merging_and_changed_settings(
-    rlds: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("settings", [("--episodes-per-shard", "4"), pytest.param((), marks=pytest.mark.slow)], ids=str)
+def test_stop_while_merging_with_the_same_or_other_settings(
+    rlds: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: tuple[str, ...]
 ) -> None:
     output, moved = tmp_path / "out", []
     original = os.replace
@@ -106,14 +108,11 @@ def test_stop_while_merging_and_changed_settings(
 
     monkeypatch.setattr(conversion.os, "replace", stop_at_third)
     assert prepare(*rlds, output) == 1
-    assert prepare(*rlds, output) == 0
+    assert prepare(*rlds, output, *settings) == 0
     assert opened(output).fingerprint() == opened(*rlds).fingerprint()
     # Other settings leave nothing of the old files behind.
-    moved.clear()
-    assert prepare(*rlds, tmp_path / "second") == 1
-    assert prepare(*rlds, tmp_path / "second", "--episodes-per-shard", "4") == 0
-    assert len(list((tmp_path / "second").rglob("*.mp4"))) == 2
-    assert not [f for f in check_dataset_files(tmp_path / "second", deep=False) if f.severity == "error"]
+    assert len(list(output.rglob("*.mp4"))) == (2 if settings else 4)
+    assert not [f for f in check_dataset_files(output, deep=False) if f.severity == "error"]
 
 
 @pytest.mark.parametrize("fault", ["shifted frames", "changed number"])

@@ -3,7 +3,7 @@
 Under tensor parallelism N and G count this rank's heads. A residual stream [B, S, H] may be this rank's rows [R, H] (see
 parallel/sequence_parallel.py).
 
-Shape legend: B samples, S tokens, H hidden, N query heads, G key/value heads, D head width.
+Shape legend: B samples, S tokens, H hidden, F MLP width, N query heads, G key/value heads, D head width.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron_vla.kernels.gated_gelu.op import gated_gelu
+from megatron_vla.models.common.merged_linear import MergesProjections, joined_linear, merged_linear
 from megatron_vla.models.common.rotary import RotaryTable, rotate
 from megatron_vla.parallel.linear import column_parallel_linear, replicated_linear, row_parallel_linear
 from megatron_vla.parallel.parameter_shard import mark_partial
@@ -27,7 +29,7 @@ class KeyValue(NamedTuple):
     value_BGSD: Tensor
 
 
-class AttentionProjections(nn.Module):
+class AttentionProjections(MergesProjections):
     """q, k, v and o projections of one stream, without biases. Who reads whom is decided by the layer that owns them.
 
     Key/value heads are split over the tensor-parallel ranks when there are enough of them. Otherwise every rank computes all of
@@ -69,13 +71,22 @@ class AttentionProjections(nn.Module):
         """Normalised residual stream -> the tokens [B, S, H] that the projections read, gathered once for all of them."""
         return gather_samples(stream_BSH, rotary.num_tokens, self.tensor_parallel)
 
-    def query(self, hidden_BSH: Tensor, rotary: RotaryTable) -> Tensor:
-        """Rotated queries [B, N, S, D]."""
-        return rotate(self._split_heads(self.q_proj(hidden_BSH)), rotary)
+    def projection_groups(self) -> tuple[tuple[nn.Module, ...], ...]:
+        """q, k and v read the same tokens."""
+        return ((self.q_proj, self.k_proj, self.v_proj),)
+
+    def query_key_value(self, hidden_BSH: Tensor, rotary: RotaryTable) -> tuple[Tensor, KeyValue]:
+        """(rotated queries [B, N, S, D], rotated keys and values)."""
+        query_BSH, key_BSH, value_BSH = merged_linear(hidden_BSH, (self.q_proj, self.k_proj, self.v_proj), self.merged)
+        return rotate(self._split_heads(query_BSH), rotary), self._key_value(key_BSH, value_BSH, rotary)
 
     def key_value(self, hidden_BSH: Tensor, rotary: RotaryTable) -> KeyValue:
-        """Rotated keys, and values."""
-        key_BGSD, value_BGSD = self._split_heads(self.k_proj(hidden_BSH)), self._split_heads(self.v_proj(hidden_BSH))
+        """Rotated keys, and values, where nobody asks for queries."""
+        key_BSH, value_BSH = merged_linear(hidden_BSH, (self.k_proj, self.v_proj), self.merged)
+        return self._key_value(key_BSH, value_BSH, rotary)
+
+    def _key_value(self, key_BSH: Tensor, value_BSH: Tensor, rotary: RotaryTable) -> KeyValue:
+        key_BGSD, value_BGSD = self._split_heads(key_BSH), self._split_heads(value_BSH)
         if self.own_group is not None:
             key_BGSD, value_BGSD = key_BGSD.narrow(1, self.own_group, 1), value_BGSD.narrow(1, self.own_group, 1)
         return KeyValue(rotate(key_BGSD, rotary), value_BGSD)
@@ -84,7 +95,7 @@ class AttentionProjections(nn.Module):
         return projected_BSH.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
 
-class GatedMlp(nn.Module):
+class GatedMlp(MergesProjections):
     """down(gelu_tanh(gate(x)) * up(x)), without biases."""
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, tensor_parallel: TensorParallel) -> None:
@@ -94,7 +105,13 @@ class GatedMlp(nn.Module):
         self.up_proj = column_parallel_linear(hidden_size, ffn_hidden_size, bias=False, tensor_parallel=tensor_parallel)
         self.down_proj = row_parallel_linear(ffn_hidden_size, hidden_size, bias=False, tensor_parallel=tensor_parallel)
 
+    def projection_groups(self) -> tuple[tuple[nn.Module, ...], ...]:
+        """gate and up read the same rows."""
+        return ((self.gate_proj, self.up_proj),)
+
     def forward(self, hidden_BSH: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         hidden_BSH = gather_rows(hidden_BSH, self.tensor_parallel)
+        if self.merged:
+            return self.down_proj(gated_gelu(joined_linear(hidden_BSH, (self.gate_proj, self.up_proj))))
         return self.down_proj(F.gelu(self.gate_proj(hidden_BSH), approximate="tanh") * self.up_proj(hidden_BSH))

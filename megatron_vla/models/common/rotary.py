@@ -43,7 +43,8 @@ def rotary_table(position_BS: Tensor, head_width: int, theta: float, dtype: torc
 
 def rotate(heads_BNSD: Tensor, table: RotaryTable) -> Tensor:
     """Rotate each (first half, second half) pair by its token's angle: products in the table's dtype, one rounding (as JAX)."""
-    first, second = heads_BNSD.to(table.cos_B1SD.dtype).chunk(2, dim=-1)
-    cos, sin = table
-    rotated_BNSD = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated_BNSD.to(heads_BNSD.dtype)
+    # Computed and stored token by token, as projections give heads and as attention's output is read: nothing is transposed.
+    first, second = heads_BNSD.transpose(1, 2).to(table.cos_B1SD.dtype).chunk(2, dim=-1)
+    cos, sin = table.cos_B1SD.transpose(1, 2), table.sin_B1SD.transpose(1, 2)
+    rotated_BSND = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated_BSND.to(heads_BNSD.dtype).transpose(1, 2)

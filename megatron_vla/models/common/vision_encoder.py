@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_vla.models.common.attention import AttentionBackend, attend
+from megatron_vla.models.common.attention import attend
+from megatron_vla.models.common.attention_mask import AttentionBackend, without_mask
+from megatron_vla.models.common.merged_linear import MergesProjections, merged_linear
 from megatron_vla.models.common.normalization import LayerNorm
 from megatron_vla.parallel.linear import column_parallel_linear, row_parallel_linear
 from megatron_vla.parallel.sequence_parallel import gather_rows, gather_samples, split_rows
@@ -53,12 +55,12 @@ class VisionEmbeddings(nn.Module):
         return patches_IHYX.flatten(2).transpose(1, 2) + self.position_embedding.weight
 
 
-class VisionAttention(nn.Module):
+class VisionAttention(MergesProjections):
     """Full self-attention with biases and no mask."""
 
     def __init__(self, sizes: VisionSizes, backend: AttentionBackend, tensor_parallel: TensorParallel) -> None:
         super().__init__()
-        self.backend = backend
+        self.backend = without_mask(backend)
         self.tensor_parallel = tensor_parallel
         self.num_patches = sizes.num_patches
         self.head_width = sizes.hidden_size // sizes.num_attention_heads
@@ -68,12 +70,16 @@ class VisionAttention(nn.Module):
         self.v_proj = column_parallel_linear(hidden, hidden, bias=True, tensor_parallel=tensor_parallel)
         self.out_proj = row_parallel_linear(hidden, hidden, bias=True, tensor_parallel=tensor_parallel)
 
+    def projection_groups(self) -> tuple[tuple[nn.Module, ...], ...]:
+        """q, k and v read the same patches."""
+        return ((self.q_proj, self.k_proj, self.v_proj),)
+
     def forward(self, hidden_ISH: Tensor) -> Tensor:
         """[I, S, H] -> [I, S, H]."""
         hidden_ISH = gather_samples(hidden_ISH, self.num_patches, self.tensor_parallel)
         query, key, value = (
-            project(hidden_ISH).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
+            projected.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for projected in merged_linear(hidden_ISH, (self.q_proj, self.k_proj, self.v_proj), self.merged)
         )
         return self.out_proj(attend(query, key, value, None, self.backend))
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_vla.config.run import RunConfig
 from megatron_vla.models.common import initialization as draw
-from megatron_vla.models.common.attention import AttentionBackend
+from megatron_vla.models.common.attention_mask import AttentionBackend, resolve_backend
 from megatron_vla.models.common.precision import parameter_dtype, set_parameter_dtypes
 from megatron_vla.models.pi05.config import Pi05Config
 from megatron_vla.models.pi05.flops import model_units
@@ -95,7 +95,9 @@ def build_module(
 def skeleton(config: RunConfig) -> Pi05Model:
     """The whole model of these flags on the meta device."""
     with torch.device("meta"):
-        return build_module(config.family)
+        model = build_module(config.family, skip_dead_compute=config.optimization.skip_dead_compute)
+    set_parameter_dtypes(model, parameter_dtype(config.model), FP32_PATTERNS)
+    return model
 
 
 def build(config: RunConfig, groups: Any = None) -> Pi05Model:
@@ -107,7 +109,7 @@ def build(config: RunConfig, groups: Any = None) -> Pi05Model:
     with torch.device("meta"):
         model = build_module(
             config.family,
-            attention_backend=config.optimization.attention_backend,
+            attention_backend=resolve_backend(config.optimization.attention_backend),
             skip_dead_compute=config.optimization.skip_dead_compute,
             tensor_parallel=tensor_parallel_of(config.parallel, groups),
             kind=Pi05Stage if is_pipeline else Pi05Model,

@@ -7,8 +7,21 @@ from megatron_vla.models.pi05.check import check
 from megatron_vla.models.pi05.config import VARIANTS, Pi05Config
 from megatron_vla.models.pi05.convert import CONVERTER
 from megatron_vla.models.pi05.forward_step import BATCH_FIELDS, METRIC_NAMES, forward_step
-from megatron_vla.models.pi05.model import Pi05Model
+from megatron_vla.models.pi05.model import Pi05Model, vision_sizes
 from megatron_vla.models.registry import ModelFamily
+
+# Images enter through the tower once and reach every token; the rest is small, and is the action interface or its condition.
+FP8_EXCLUDED_NAMES = (
+    "vision_tower",
+    "vision_projector",
+    "action_in_proj",
+    "action_out_proj",
+    "time_mlp_in",
+    "time_mlp_out",
+    "layers.*.suffix.input_norm",
+    "layers.*.suffix.post_attention_norm",
+    "suffix_norm",
+)
 
 FAMILY = ModelFamily(
     name="pi05",
@@ -20,9 +33,13 @@ FAMILY = ModelFamily(
     check=check,
     converter=CONVERTER,
     block_names=("vision_tower.layers.*", "layers.*"),
+    fp8_excluded_names=FP8_EXCLUDED_NAMES,
+    backbone_functions=("vision_tower.forward", "backbone"),
+    group_functions=("vision_tower.embeddings.forward", "embed_suffix", "read_out"),
     metric_names=METRIC_NAMES,
     pipeline_units=pipeline_units,
     batch_fields=BATCH_FIELDS,
+    image_tokens=lambda config: vision_sizes(config).num_patches,
     sample_actions=Pi05Model.sample_actions,
     num_inference_steps=lambda config: config.num_inference_steps,
     inference_methods=("prefill", "cached_velocity"),

@@ -16,27 +16,44 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron_vla.models.common.attention import AttentionBackend, attend, key_mask, token_positions
+from megatron_vla.models.common.attention import attend, token_positions
+from megatron_vla.models.common.attention_mask import LENGTH_BACKENDS, AttentionBackend, ReadMask, read_mask
 from megatron_vla.models.common.decoder_layer import AttentionProjections, GatedMlp, KeyValue
 from megatron_vla.models.common.normalization import AdaptiveRMSNorm, RMSNorm
 from megatron_vla.models.common.rotary import RotaryTable, rotary_table
 from megatron_vla.models.pi05.config import Pi05Config
+from megatron_vla.models.pi05.packed import PackedAttentionPlan
 from megatron_vla.parallel.sequence_parallel import RowOwners, row_owners
 from megatron_vla.parallel.tensor_parallel import NOT_PARALLEL, TensorParallel, on_token_rows
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What all layers of one forward pass share, computed once: rotary tables and additive key masks of both streams.
+    """What all layers of one forward pass share, computed once: rotary tables and read masks of both streams.
 
+    `actions_first`: action tokens read keys in the order (action, prefix) instead of (prefix, action).
     `suffix_owners`: whose condition each of this rank's action rows takes, under sequence parallelism.
     """
 
     prefix_rotary: RotaryTable
     suffix_rotary: RotaryTable
-    prefix_mask_B11K: Tensor
-    suffix_mask_B11K: Tensor
+    prefix_mask: ReadMask
+    suffix_mask: ReadMask
+    actions_first: bool
     suffix_owners: RowOwners | None
+
+    def attend_prefix(self, query_BNPD: Tensor, prefix: KeyValue, backend: AttentionBackend) -> Tensor:
+        """Prefix tokens read prefix tokens: [B, P, N * D]."""
+        return attend(query_BNPD, *prefix, self.prefix_mask, backend)
+
+    def attend_suffix(self, query_BNTD: Tensor, prefix: KeyValue, own: KeyValue, backend: AttentionBackend) -> Tensor:
+        """Actions read prefix and actions: [B, T, N * D]."""
+        sources = (own, prefix) if self.actions_first else (prefix, own)
+        key, value = (torch.cat(parts, dim=2) for parts in zip(*sources, strict=True))
+        return attend(query_BNTD, key, value, self.suffix_mask, backend)
+
+
+AnyAttentionPlan = AttentionPlan | PackedAttentionPlan
 
 
 def plan_attention(
@@ -45,17 +62,25 @@ def plan_attention(
     config: Pi05Config,
     dtype: torch.dtype,
     tensor_parallel: TensorParallel = NOT_PARALLEL,
+    backend: AttentionBackend = "sdpa",
 ) -> AttentionPlan:
-    """Plan for these prefix tokens followed by `action_horizon` action tokens, all valid; `dtype` is the activations'."""
+    """Plan for these prefix tokens followed by `action_horizon` action tokens, all valid; `dtype` is the activations'.
+
+    For backends that know samples by their lengths (LENGTH_BACKENDS), valid prefix tokens come before padding.
+    """
     action_is_valid_BT = prefix_is_valid_BP.new_ones(prefix_is_valid_BP.shape[0], action_horizon)
     is_valid_BS = torch.cat((prefix_is_valid_BP, action_is_valid_BT), dim=1)
     rotary = rotary_table(token_positions(is_valid_BS), config.kv_channels, config.rope_theta, dtype)
     num_prefix, num_tokens = prefix_is_valid_BP.shape[1], is_valid_BS.shape[1]
+    # With the prefix's padding at the very end, the keys that an action token reads are one run: nothing need be gathered.
+    actions_first = backend in LENGTH_BACKENDS
+    keys_are_valid_BS = torch.cat((action_is_valid_BT, prefix_is_valid_BP), dim=1) if actions_first else is_valid_BS
     return AttentionPlan(
         prefix_rotary=rotary.tokens(0, num_prefix),
         suffix_rotary=rotary.tokens(num_prefix, num_tokens),
-        prefix_mask_B11K=key_mask(prefix_is_valid_BP, dtype),
-        suffix_mask_B11K=key_mask(is_valid_BS, dtype),
+        prefix_mask=read_mask(backend, prefix_is_valid_BP, prefix_is_valid_BP, dtype),
+        suffix_mask=read_mask(backend, action_is_valid_BT, keys_are_valid_BS, dtype),
+        actions_first=actions_first,
         suffix_owners=row_owners(is_valid_BS.shape[0], action_horizon, is_valid_BS.device, tensor_parallel),
     )
 
@@ -74,17 +99,16 @@ class PrefixLayer(nn.Module):
         self.post_attention_norm = on_token_rows(RMSNorm(config.hidden_size, config.norm_epsilon), tensor_parallel)
         self.mlp = GatedMlp(config.hidden_size, config.ffn_hidden_size, tensor_parallel)
 
-    def forward(self, hidden_BPH: Tensor, plan: AttentionPlan) -> tuple[Tensor, KeyValue]:
+    def forward(self, hidden_BPH: Tensor, plan: AnyAttentionPlan) -> tuple[Tensor, KeyValue]:
         """(next hidden [B, P, H], this layer's keys and values for the action stream).
 
         With `keys_only` (the last layer, where nothing reads the next hidden) the hidden comes back unchanged.
         """
         normalized_BPH = self.attention.tokens(self.input_norm(hidden_BPH), plan.prefix_rotary)
-        key_value = self.attention.key_value(normalized_BPH, plan.prefix_rotary)
         if self.keys_only:
-            return hidden_BPH, key_value
-        query = self.attention.query(normalized_BPH, plan.prefix_rotary)
-        hidden_BPH = hidden_BPH + self.attention.o_proj(attend(query, *key_value, plan.prefix_mask_B11K, self.backend))
+            return hidden_BPH, self.attention.key_value(normalized_BPH, plan.prefix_rotary)
+        query, key_value = self.attention.query_key_value(normalized_BPH, plan.prefix_rotary)
+        hidden_BPH = hidden_BPH + self.attention.o_proj(plan.attend_prefix(query, key_value, self.backend))
         return hidden_BPH + self.mlp(self.post_attention_norm(hidden_BPH)), key_value
 
 
@@ -100,14 +124,12 @@ class SuffixLayer(nn.Module):
         self.post_attention_norm = AdaptiveRMSNorm(width, width, config.norm_epsilon)
         self.mlp = GatedMlp(width, config.expert_ffn_hidden_size, tensor_parallel)
 
-    def forward(self, hidden_BTE: Tensor, condition_BC: Tensor, prefix: KeyValue, plan: AttentionPlan) -> Tensor:
+    def forward(self, hidden_BTE: Tensor, condition_BC: Tensor, prefix: KeyValue, plan: AnyAttentionPlan) -> Tensor:
         """Next hidden [B, T, E]. `prefix` is read, never extended."""
         normalized_BTE, gate_B1E = self.input_norm(hidden_BTE, condition_BC, plan.suffix_owners)
         normalized_BTE = self.attention.tokens(normalized_BTE, plan.suffix_rotary)
-        query = self.attention.query(normalized_BTE, plan.suffix_rotary)
-        own = self.attention.key_value(normalized_BTE, plan.suffix_rotary)
-        key, value = (torch.cat(parts, dim=2) for parts in zip(prefix, own, strict=True))
-        attended = attend(query, key, value, plan.suffix_mask_B11K, self.backend)
+        query, own = self.attention.query_key_value(normalized_BTE, plan.suffix_rotary)
+        attended = plan.attend_suffix(query, prefix, own, self.backend)
         hidden_BTE = hidden_BTE + self.attention.o_proj(attended) * gate_B1E
         normalized_BTE, gate_B1E = self.post_attention_norm(hidden_BTE, condition_BC, plan.suffix_owners)
         return hidden_BTE + self.mlp(normalized_BTE) * gate_B1E
@@ -127,7 +149,7 @@ class JointLayer(nn.Module):
         self.suffix = SuffixLayer(config, backend=backend, tensor_parallel=tensor_parallel)
 
     def forward(
-        self, prefix_BPH: Tensor, suffix_BTE: Tensor, condition_BC: Tensor, plan: AttentionPlan
+        self, prefix_BPH: Tensor, suffix_BTE: Tensor, condition_BC: Tensor, plan: AnyAttentionPlan
     ) -> tuple[Tensor, Tensor]:
         """Next (prefix, suffix)."""
         prefix_BPH, key_value = self.prefix(prefix_BPH, plan)

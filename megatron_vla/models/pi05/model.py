@@ -15,14 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_vla.data.batch import Batch
-from megatron_vla.models.common.attention import AttentionBackend
+from megatron_vla.data.image import pixels_to_model_range
+from megatron_vla.data.packed_batch import PackedBatch
+from megatron_vla.models.common.attention_mask import LENGTH_BACKENDS, AttentionBackend, valid_first_order
 from megatron_vla.models.common.decoder_layer import KeyValue
 from megatron_vla.models.common.flow_matching import flow_time_embedding, integrate_velocity, noisy_actions, target_velocity
 from megatron_vla.models.common.normalization import AdaptiveRMSNorm, RMSNorm
 from megatron_vla.models.common.vision_encoder import VisionEncoder, VisionSizes
 from megatron_vla.models.pi05.config import Pi05Config
 from megatron_vla.models.pi05.flops import forward_flops
-from megatron_vla.models.pi05.layers import AttentionPlan, JointLayer, plan_attention
+from megatron_vla.models.pi05.layers import AnyAttentionPlan, AttentionPlan, JointLayer, plan_attention
+from megatron_vla.models.pi05.packed import embed_packed_prefix, plan_packed_attention
 from megatron_vla.parallel.linear import replicated_linear, row_local_linear, token_embedding
 from megatron_vla.parallel.sequence_parallel import join_samples, split_rows
 from megatron_vla.parallel.tensor_parallel import NOT_PARALLEL, TensorParallel, on_token_rows
@@ -56,6 +59,7 @@ class Pi05Model(nn.Module):
         super().__init__()
         self.config = config
         self.skip_dead_compute = skip_dead_compute
+        self.attention_backend = attention_backend
         self.tensor_parallel = tensor_parallel
         width = config.expert_hidden_size
         self.vision_tower = VisionEncoder(vision_sizes(config), attention_backend, tensor_parallel)
@@ -100,14 +104,14 @@ class Pi05Model(nn.Module):
         """Dtype of actions, flow time and loss: fp32, also in bf16 models (fp64 in fp64 models)."""
         return next(self.action_in_proj.parameters()).dtype
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch | PackedBatch) -> Tensor:
         """Squared velocity errors [B, T, A], unmasked; `flow_matching.masked_loss` reduces them."""
         actions_BTA, noise_BTA = self.flow_inputs(batch)
         x_BTA = noisy_actions(actions_BTA, noise_BTA, batch.time_B.to(self.interface_dtype))
         velocity_BTA = self.velocity(batch, x_BTA, batch.time_B)
         return (velocity_BTA - target_velocity(actions_BTA, noise_BTA)).square()
 
-    def flow_inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def flow_inputs(self, batch: Batch | PackedBatch) -> tuple[Tensor, Tensor]:
         """(actions, noise), both [B, T, A] in the interface dtype."""
         # Padded dimensions are zero by contract; selecting makes garbage there harmless. Steps beyond the episode's end are not
         # padding in this sense: they hold the repeated last action and are attended to, as in the released recipe.
@@ -124,50 +128,79 @@ class Pi05Model(nn.Module):
             skip_dead_compute=self.skip_dead_compute,
         )
 
-    def velocity(self, batch: Batch, x_BTA: Tensor, time_B: Tensor) -> Tensor:
+    def velocity(self, batch: Batch | PackedBatch, x_BTA: Tensor, time_B: Tensor) -> Tensor:
         """Predicted dx/dt [B, T, A] at flow time `time_B`, both streams in one pass."""
-        prefix_BPH, is_valid_BP = self.embed_prefix(batch)
+        prefix_BPH, plan = self._embed_and_plan(batch, x_BTA.shape[1])
         suffix_BTE, condition_BE = self.embed_suffix(batch, x_BTA, time_B)
-        plan = plan_attention(is_valid_BP, x_BTA.shape[1], self.config, prefix_BPH.dtype, self.tensor_parallel)
+        return self.backbone(prefix_BPH, suffix_BTE, condition_BE, plan)
+
+    def plan(self, prefix_is_valid_BP: Tensor, action_horizon: int, dtype: torch.dtype) -> AttentionPlan:
+        """What all layers share; `prefix_is_valid_BP` as `prefix_is_valid` gives it."""
+        return plan_attention(
+            prefix_is_valid_BP, action_horizon, self.config, dtype, self.tensor_parallel, self.attention_backend
+        )
+
+    def backbone(self, prefix_BPH: Tensor, suffix_BTE: Tensor, condition_BE: Tensor, plan: AnyAttentionPlan) -> Tensor:
+        """All joint layers and the read-out: velocity [B, T, A]. Tensors of fixed shapes in and out, so it can be one graph."""
         for layer in self.layers:
             prefix_BPH, suffix_BTE = layer(prefix_BPH, suffix_BTE, condition_BE, plan)
         if not self.skip_dead_compute:
             self.prefix_norm(prefix_BPH)
-        return self._read_out(suffix_BTE, condition_BE, plan)
+        return self.read_out(suffix_BTE, condition_BE, plan)
+
+    def _embed_and_plan(self, batch: Batch | PackedBatch, action_horizon: int) -> tuple[Tensor, AnyAttentionPlan]:
+        """Prefix stream and attention plan of a padded batch, or of a pack."""
+        if isinstance(batch, PackedBatch):
+            prefix_1PH = embed_packed_prefix(self, batch)
+            return prefix_1PH, plan_packed_attention(batch, self.config, prefix_1PH.dtype)
+        prefix_BPH, is_valid_BP = self.embed_prefix(batch)
+        return prefix_BPH, self.plan(is_valid_BP, action_horizon, prefix_BPH.dtype)
 
     def embed_prefix(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(hidden [B, P, H], is_valid [B, P]): the views' patches in slot order, then the prompt.
 
-        Image features are not scaled; token embeddings are multiplied by sqrt(H). Hidden is a residual stream: this rank's rows
-        under sequence parallelism.
+        Backends that know samples by their lengths get the valid ones of these first: positions follow validity, so the order
+        of a sample's tokens is free. Image features are not scaled; token embeddings are multiplied by sqrt(H). Hidden is a
+        residual stream: this rank's rows under sequence parallelism.
         """
         is_present_BV = batch.camera_is_present_BV
         num_samples, num_views = is_present_BV.shape
-        pixels_BVCYX = self._pixels(batch.images_BVCHW, is_present_BV)
-        patches = self.vision_projector(self.vision_tower(pixels_BVCYX.flatten(0, 1)))
-        patches = join_samples(patches, vision_sizes(self.config).num_patches, self.tensor_parallel)
+        patches = self.embed_images(batch.images_BVCHW.flatten(0, 1), is_present_BV.flatten())
         images_BPH = patches.reshape(num_samples, num_views * patches.shape[1], patches.shape[2])
         # Token ids of padded slots may be garbage, even beyond the vocabulary.
         tokens_BL = batch.tokens_BL.masked_fill(~batch.token_is_valid_BL, PADDING_TOKEN)
-        prompt_BLH = self.token_embedding(tokens_BL) * math.sqrt(self.config.hidden_size)
-        hidden_BPH = torch.cat((images_BPH, prompt_BLH), dim=1)
+        hidden_BPH = torch.cat((images_BPH, self.embed_tokens(tokens_BL)), dim=1)
+        if self.attention_backend in LENGTH_BACKENDS:
+            order_BP = valid_first_order(self._slot_is_valid(batch))
+            hidden_BPH = hidden_BPH.gather(1, order_BP[:, :, None].expand_as(hidden_BPH))
         return split_rows(hidden_BPH, self.tensor_parallel), self.prefix_is_valid(batch)
 
     def prefix_is_valid(self, batch: Batch) -> Tensor:
-        """[B, P], from the batch's masks alone."""
+        """[B, P] in the order of `embed_prefix`, from the batch's masks alone."""
+        is_valid_BP = self._slot_is_valid(batch)
+        if self.attention_backend not in LENGTH_BACKENDS:
+            return is_valid_BP
+        return torch.arange(is_valid_BP.shape[1], device=is_valid_BP.device) < is_valid_BP.sum(dim=1, keepdim=True)
+
+    def _slot_is_valid(self, batch: Batch) -> Tensor:
+        """[B, P]: the views' patches in slot order, then the prompt."""
         num_patches = vision_sizes(self.config).num_patches
         patch_is_valid_BP = batch.camera_is_present_BV.repeat_interleave(num_patches, dim=1)
         return torch.cat((patch_is_valid_BP, batch.token_is_valid_BL), dim=1)
 
-    def _pixels(self, images_BVCYX: Tensor, is_present_BV: Tensor) -> Tensor:
-        """Images in [-1, 1] in the patch embedding's dtype; absent views are black whatever the batch holds there."""
+    def embed_images(self, images_ICYX: Tensor, is_present_I: Tensor) -> Tensor:
+        """Patch features [I, patches, H] of images in uint8 or [-1, 1]; absent ones are black whatever the batch has there."""
         dtype = self.vision_tower.embeddings.patch_embedding.weight.dtype
-        pixels_BVCYX = images_BVCYX.to(dtype)
-        if images_BVCYX.dtype == torch.uint8:
-            pixels_BVCYX = pixels_BVCYX / 255.0 * 2.0 - 1.0
-        return torch.where(is_present_BV[:, :, None, None, None], pixels_BVCYX, -1.0)
+        pixels_ICYX = pixels_to_model_range(images_ICYX, dtype)
+        pixels_ICYX = torch.where(is_present_I[:, None, None, None], pixels_ICYX, -1.0)
+        patches = self.vision_projector(self.vision_tower(pixels_ICYX))
+        return join_samples(patches, vision_sizes(self.config).num_patches, self.tensor_parallel)
 
-    def embed_suffix(self, batch: Batch, x_BTA: Tensor, time_B: Tensor) -> tuple[Tensor, Tensor]:
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        """Embeddings of prompt token ids [..., H], scaled by sqrt(H)."""
+        return self.token_embedding(tokens) * math.sqrt(self.config.hidden_size)
+
+    def embed_suffix(self, batch: Batch | PackedBatch, x_BTA: Tensor, time_B: Tensor) -> tuple[Tensor, Tensor]:
         """(action stream [B, T, E] in the streams' dtype, adaRMS condition [B, E] in the interface dtype)."""
         config = self.config
         if config.mask_padded_action_dims:
@@ -179,7 +212,8 @@ class Pi05Model(nn.Module):
         condition_BE = F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(time_BE))))
         return split_rows(hidden_BTE, self.tensor_parallel), condition_BE
 
-    def _read_out(self, suffix_BTE: Tensor, condition_BE: Tensor, plan: AttentionPlan) -> Tensor:
+    def read_out(self, suffix_BTE: Tensor, condition_BE: Tensor, plan: AnyAttentionPlan) -> Tensor:
+        """Last action stream -> velocity [B, T, A]."""
         normalized_BTE, _ = self.suffix_norm(suffix_BTE, condition_BE, plan.suffix_owners)
         normalized_BTE = join_samples(normalized_BTE, plan.suffix_rotary.num_tokens, self.tensor_parallel)
         return self.action_out_proj(normalized_BTE.to(self.interface_dtype))
@@ -187,7 +221,7 @@ class Pi05Model(nn.Module):
     def prefill(self, batch: Batch, action_horizon: int) -> PrefixCache:
         """Run the prefix once and keep what `cached_velocity` reads."""
         prefix_BPH, is_valid_BP = self.embed_prefix(batch)
-        plan = plan_attention(is_valid_BP, action_horizon, self.config, prefix_BPH.dtype, self.tensor_parallel)
+        plan = self.plan(is_valid_BP, action_horizon, prefix_BPH.dtype)
         cache = []
         for layer in self.layers:
             prefix_BPH, key_value = cast(JointLayer, layer).prefix(prefix_BPH, plan)
@@ -199,7 +233,7 @@ class Pi05Model(nn.Module):
         suffix_BTE, condition_BE = self.embed_suffix(batch, x_BTA, time_B)
         for layer, key_value in zip(self.layers, cache.layers, strict=True):
             suffix_BTE = cast(JointLayer, layer).suffix(suffix_BTE, condition_BE, key_value, cache.plan)
-        return self._read_out(suffix_BTE, condition_BE, cache.plan)
+        return self.read_out(suffix_BTE, condition_BE, cache.plan)
 
     @torch.no_grad()
     def sample_actions(self, batch: Batch, num_steps: int, noise_BTA: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from megatron_vla.data.batch import Batch
 from megatron_vla.models.common.flow_matching import noisy_actions, target_velocity
-from megatron_vla.models.pi05.layers import plan_attention
 from megatron_vla.models.pi05.model import Pi05Model, vision_sizes
 from megatron_vla.parallel.partial_model import PartialModel
 from megatron_vla.parallel.sequence_parallel import stream_shape
@@ -62,7 +61,8 @@ class Pi05Stage(Pi05Model, PartialModel):
         if not self.chunks or self.chunks[-1].is_last:
             super().mark_dead_parameters()
 
-    def forward(self, batch: Batch, chunk_number: int = 0, received_N11: Tensor | None = None) -> Tensor:
+    # Packs have no fixed number of prefix tokens per sample to send on: the checks refuse them with stages.
+    def forward(self, batch: Batch, chunk_number: int = 0, received_N11: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """What one of this stage's chunks makes of a micro-batch: [N, 1, 1] for the next one, or [B, T, A] as the whole model.
 
         `received_N11`: the previous chunk's output, None for the first chunk of the model.
@@ -74,7 +74,7 @@ class Pi05Stage(Pi05Model, PartialModel):
         else:
             prefix_BPH, suffix_BTE, condition_BE = self._unpack(received_N11, batch)
         horizon = batch.actions_BTA.shape[1]
-        plan = plan_attention(self.prefix_is_valid(batch), horizon, self.config, self._stream_dtype, self.tensor_parallel)
+        plan = self.plan(self.prefix_is_valid(batch), horizon, self._stream_dtype)
         for number in range(chunk.first_layer, chunk.end_layer):
             layer = self.layers.get_submodule(str(number))
             prefix_BPH, suffix_BTE = layer(prefix_BPH, suffix_BTE, condition_BE, plan)
@@ -82,7 +82,7 @@ class Pi05Stage(Pi05Model, PartialModel):
             return _packed(prefix_BPH, suffix_BTE, condition_BE)
         if not self.skip_dead_compute:
             self.prefix_norm(prefix_BPH)
-        velocity_BTA = self._read_out(suffix_BTE, condition_BE, plan)
+        velocity_BTA = self.read_out(suffix_BTE, condition_BE, plan)
         return (velocity_BTA - target_velocity(*self.flow_inputs(batch))).square()
 
     def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,104 @@
+"""How long the linear layers of a `LinearUse` take in bf16 and in FP8: measured on this GPU, or estimated without one.
+
+Both include everything that FP8 adds: finding the scales and quantising inputs, weights and gradients.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_vla.config.optimization import OptimizationConfig
+from megatron_vla.models.common.merged_linear import merged_linear
+from megatron_vla.optimizations.fp8 import convert_layers
+from megatron_vla.optimizations.fp8_trace import LinearUse
+
+# One H200: rates of large products (FLOP/s), memory (bytes/s), and what a kernel costs however small it is (s).
+BF16_RATE, FP8_RATE, BANDWIDTH, KERNEL_SECONDS = 790e12, 1400e12, 4.3e12, 4e-6
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Milliseconds of one forward and of one backward pass."""
+
+    forward_ms: float
+    backward_ms: float
+
+    def of_micro_batch(self, use: LinearUse) -> float:
+        """All passes of a micro-batch, recomputation included."""
+        has_backward = use.input_gradient or use.weight_gradient
+        return self.forward_ms * use.forward_calls + (self.backward_ms if has_backward else 0.0)
+
+
+Timer = Callable[[LinearUse, bool], PassTimes]  # (use, in FP8?)
+
+
+class _Layers(nn.Module):
+    """The layers of a use, computed as the model computes them."""
+
+    def __init__(self, use: LinearUse):
+        super().__init__()
+        layers = (nn.Linear(use.in_features, n, bias=use.has_bias, dtype=torch.bfloat16) for n in use.outputs)
+        self.linears = nn.ModuleList(layers).requires_grad_(use.weight_gradient)
+
+    def forward(self, hidden_MK: Tensor) -> tuple[Tensor, ...]:
+        """Output of each layer."""
+        return merged_linear(hidden_MK, list(self.linears), len(self.linears) > 1)
+
+
+def measured_timer(config: OptimizationConfig, *, compiled: bool, repetitions: int = 20) -> Timer:
+    """Median times on this GPU with the backend and recipe of `config`."""
+
+    def measure(use: LinearUse, in_fp8: bool) -> PassTimes:
+        with torch.device("cuda"):
+            layers = _Layers(use)
+            hidden_MK = torch.randn(use.rows, use.in_features, dtype=torch.bfloat16).requires_grad_(use.input_gradient)
+            gradients = [torch.randn(use.rows, n, dtype=torch.bfloat16) for n in use.outputs]
+        if in_fp8:
+            convert_layers(layers, [f"linears.{i}" for i in range(len(use.outputs))], config, emulate=False)
+        run: Any = torch.compile(layers, fullgraph=True, dynamic=False) if compiled else layers
+        wanted = [t for t in (hidden_MK, *layers.parameters()) if t.requires_grad]
+        times = [_time_once(run, hidden_MK, wanted, gradients) for _ in range(repetitions + 3)][3:]
+        return PassTimes(*(statistics.median(column) for column in zip(*times, strict=True)))
+
+    return measure
+
+
+def _time_once(run: Any, hidden_MK: Tensor, wanted: list[Tensor], gradients: list[Tensor]) -> tuple[float, float]:
+    start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    start.record()
+    outputs = run(hidden_MK)
+    middle.record()
+    if wanted:
+        torch.autograd.grad(outputs, wanted, gradients)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(middle), middle.elapsed_time(end)
+
+
+def estimated_times(use: LinearUse, in_fp8: bool) -> PassTimes:
+    """Times from rates alone (a Timer): a stand-in where there is no GPU, not a measurement."""
+    rows, inputs, outputs = use.rows, use.in_features, use.out_features
+    hidden, weight, gradient = rows * inputs, inputs * outputs, rows * outputs
+
+    def product(read: int, written: int) -> float:
+        flops = 2.0 * rows * inputs * outputs
+        size = 1 if in_fp8 else 2
+        return max(flops / (FP8_RATE if in_fp8 else BF16_RATE), (size * read + 2 * written) / BANDWIDTH) + KERNEL_SECONDS
+
+    def quantise(elements: int, bytes_moved: int) -> float:
+        return (elements * bytes_moved / BANDWIDTH + 2 * KERNEL_SECONDS) if in_fp8 else 0.0
+
+    # Read twice in bf16 (scale, cast), written once per layout that a product wants.
+    forward = product(hidden + weight, gradient) + quantise(hidden, 5) + quantise(weight, 5)
+    backward = quantise(gradient, 4 + use.input_gradient + use.weight_gradient)
+    if use.input_gradient:
+        backward += product(gradient + weight, hidden) + quantise(weight, 3)
+    if use.weight_gradient:
+        backward += product(gradient + hidden, weight) + quantise(hidden, 2)
+    return PassTimes(1e3 * forward, 1e3 * backward)

@@ -1,0 +1,27 @@
+"""Merged projections: linear layers that read the same rows become one matrix product; their parameters stay separate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from megatron_vla.config.optimization import OptimizationConfig
+from megatron_vla.models.common.merged_linear import MergesProjections
+from megatron_vla.models.registry import ModelFamily
+
+FLAG = "--merge-projections"
+
+
+def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, report: Callable[[str], None]) -> nn.Module:
+    """Switch every module that can merge. Raises ValueError when the model has none."""
+    if not config.merge_projections:
+        return model
+    merging = [module for module in model.modules() if isinstance(module, MergesProjections)]
+    if not merging:
+        raise ValueError(f"{FLAG}: model {family.name} has no projections that can be merged; drop the flag")
+    for module in merging:
+        module.merged = True
+    groups = [group for module in merging for group in module.projection_groups()]
+    report(f"merged projections: {sum(map(len, groups))} linear layers in {len(groups)} matrix products")
+    return model

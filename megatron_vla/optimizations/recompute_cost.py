@@ -1,0 +1,184 @@
+"""What recomputing each kind of module costs and saves, measured on the model at hand: milliseconds per GiB.
+
+Activations are counted as what forward leaves for backward: device memory on GPUs, bytes of saved tensors elsewhere.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_vla.config.optimization import OptimizationConfig
+from megatron_vla.data.batch import Batch
+from megatron_vla.models.registry import ModelFamily
+from megatron_vla.optimizations import activation_checkpoint
+from megatron_vla.optimizations.patterns import matches
+
+GIB = 2**30
+TIMED_PASSES = 3
+# Patterns that hold less than this share of all activations are not worth a line.
+SMALLEST_SHARE = 0.005
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Forward and backward with `patterns` recomputed: bytes held in between, and milliseconds."""
+
+    patterns: tuple[str, ...]
+    held_bytes: int
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """Patterns to recompute so that `held_bytes` of activations fit; `fits` tells whether they do."""
+
+    patterns: tuple[str, ...]
+    held_bytes: float
+    extra_milliseconds: float
+    fits: bool
+
+
+@contextmanager
+def recomputing(model: nn.Module, family: ModelFamily, patterns: tuple[str, ...]) -> Iterator[None]:
+    """Activation checkpointing of `patterns`, for a while."""
+    before = {module: vars(module).get("forward") for module in model.modules()}
+    config = OptimizationConfig(activation_checkpoint_module_patterns=patterns)
+    activation_checkpoint.apply(model, config, family, lambda line: None)
+    try:
+        yield
+    finally:
+        for module, forward in before.items():
+            if forward is not None:
+                module.forward = forward  # type: ignore[method-assign]
+            elif "forward" in vars(module):
+                del module.forward
+
+
+def _loss(model: nn.Module, family: ModelFamily, batch: Batch) -> Tensor:
+    output, loss_func = family.forward_step(iter([batch]), model)
+    loss: Tensor = loss_func(output)[0]
+    return loss
+
+
+def candidate_patterns(model: nn.Module, family: ModelFamily, batch: Batch) -> list[str]:
+    """Every kind of module inside the family's layers that forward calls and that contains other modules; layers included."""
+    called: dict[str, None] = {}
+    handles = [
+        module.register_forward_hook(lambda *_, name=name: called.setdefault(name))
+        for name, module in model.named_modules()
+        if name and any(True for _ in module.children())
+    ]
+    try:
+        # Hooks inside a compiled layer would not be called, or break its graph.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            _loss(model, family, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    found: dict[str, None] = {}
+    for name in called:
+        segments = name.split(".")
+        for block in family.block_names:
+            depth = len(block.split("."))
+            if matches(block, ".".join(segments[:depth])):
+                found.setdefault(".".join([block, *segments[depth:]]))
+    return sorted(found)
+
+
+def measure(model: nn.Module, family: ModelFamily, batch: Batch, patterns: Sequence[str]) -> Cost:
+    """Cost of one forward and backward on `batch`, which is on the model's device. Gradients are dropped."""
+    on_gpu = batch.tokens_BL.is_cuda
+    with recomputing(model, family, tuple(patterns)):
+        held = 0
+        times = []
+        for _ in range(1 + TIMED_PASSES):
+            model.zero_grad(set_to_none=True)
+            _wait(on_gpu)
+            started = time.perf_counter()
+            loss, held = _held_by_forward(model, family, batch) if on_gpu or not held else (_loss(model, family, batch), held)
+            loss.backward()
+            _wait(on_gpu)
+            times.append((time.perf_counter() - started) * 1e3)
+        model.zero_grad(set_to_none=True)
+    # The first pass compiles and fills caches.
+    return Cost(tuple(patterns), held, statistics.median(times[1:]))
+
+
+def _wait(on_gpu: bool) -> None:
+    if on_gpu:
+        torch.cuda.synchronize()
+
+
+def _held_by_forward(model: nn.Module, family: ModelFamily, batch: Batch) -> tuple[Tensor, int]:
+    """(loss, bytes that its graph holds)."""
+    if batch.tokens_BL.is_cuda:
+        before = torch.cuda.memory_allocated()
+        loss = _loss(model, family, batch)
+        return loss, torch.cuda.memory_allocated() - before
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    known |= {t.untyped_storage().data_ptr() for t in batch.tensors().values()}
+    stored: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            stored[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = _loss(model, family, batch)
+    return loss, sum(stored.values())
+
+
+def costs(model: nn.Module, family: ModelFamily, batch: Batch) -> list[Cost]:
+    """Nothing recomputed, then each candidate alone: those that save something worth a line, cheapest per GiB first."""
+    nothing = measure(model, family, batch, ())
+    single = [measure(model, family, batch, (pattern,)) for pattern in candidate_patterns(model, family, batch)]
+    worth = [c for c in single if nothing.held_bytes - c.held_bytes >= SMALLEST_SHARE * nothing.held_bytes]
+    return [nothing, *sorted(worth, key=lambda c: price(c, nothing))]
+
+
+def price(cost: Cost, nothing: Cost) -> float:
+    """Milliseconds per GiB saved."""
+    saved = (nothing.held_bytes - cost.held_bytes) / GIB
+    return max(0.0, cost.milliseconds - nothing.milliseconds) / saved
+
+
+def recommend(measured: Sequence[Cost], scale: float, budget_bytes: float) -> Recommendation:
+    """The cheapest patterns, none inside another, that bring `scale` times the measured activations under `budget_bytes`.
+
+    Activations and times grow with the number of samples: `scale` is the wanted batch over the measured one.
+    """
+    nothing, *single = measured
+    held, extra = scale * nothing.held_bytes, 0.0
+    chosen: list[str] = []
+    for cost in single:
+        if held <= budget_bytes:
+            break
+        (pattern,) = cost.patterns
+        if any(pattern.startswith(other + ".") or other.startswith(pattern + ".") for other in chosen):
+            continue
+        chosen.append(pattern)
+        held -= scale * (nothing.held_bytes - cost.held_bytes)
+        extra += scale * max(0.0, cost.milliseconds - nothing.milliseconds)
+    return Recommendation(tuple(chosen), held, extra, held <= budget_bytes)
+
+
+def table(measured: Sequence[Cost], num_samples: int) -> str:
+    """One line per pattern, for a log."""
+    nothing = measured[0]
+    lines = [f"recomputation, forward and backward of {num_samples} samples:"]
+    lines.append(f"{'GiB held':>10} {'GiB saved':>10} {'ms':>9} {'ms more':>9} {'ms / GiB':>9}  recomputed")
+    for cost in measured:
+        saved, more = (nothing.held_bytes - cost.held_bytes) / GIB, cost.milliseconds - nothing.milliseconds
+        per_gib = f"{more / saved:9.1f}" if saved else f"{'-':>9}"
+        name = " ".join(cost.patterns) or "nothing"
+        lines.append(f"{cost.held_bytes / GIB:10.3f} {saved:10.3f} {cost.milliseconds:9.1f} {more:9.1f} {per_gib}  {name}")
+    return "\n".join(lines)

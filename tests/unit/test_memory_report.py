@@ -1,0 +1,97 @@
+"""--report-memory: bytes held by forward, patterns worth recomputing, and what they are recommended for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pi05_fixtures import gradients, tiny_batch, tiny_model
+from training_fixtures import TINY, tiny_config
+
+from megatron_vla.models.pi05.family import FAMILY
+from megatron_vla.optimizations.recompute_cost import GIB, Cost, candidate_patterns, costs, measure, recommend, table
+from megatron_vla.training.memory_report import advice, state_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_candidates_are_the_called_modules_inside_layers() -> None:
+    found = candidate_patterns(tiny_model(), FAMILY, tiny_batch())
+    assert {"layers.*", "layers.*.prefix.mlp", "vision_tower.layers.*", "vision_tower.layers.*.mlp"} <= set(found)
+    assert "layers.*.prefix.attention" not in found, "its forward is never called, so nothing could be recomputed"
+
+
+def test_held_bytes_of_one_module_by_hand() -> None:
+    """The gated MLP of the vision tower: of fc1's output [I * S, F] and its activation, only the input stays."""
+    model, batch = tiny_model(), tiny_batch()
+    nothing = measure(model, FAMILY, batch, ())
+    recomputed = measure(model, FAMILY, batch, ("vision_tower.layers.*.mlp",))
+    config = model.config
+    tokens = 2 * 2 * (config.image_size // config.patch_size) ** 2
+    inner = tokens * config.vision_ffn_hidden_size * 8 * config.vision_num_layers
+    assert nothing.held_bytes - recomputed.held_bytes == 2 * inner
+    assert nothing.milliseconds > 0
+
+
+def test_measuring_leaves_the_model_as_it_was() -> None:
+    model, batch = tiny_model(), tiny_batch()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    measured = costs(model, FAMILY, batch)
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+    assert measured[0].patterns == () and all(c.held_bytes < measured[0].held_bytes for c in measured[1:])
+    assert all(p.grad is None for p in model.parameters())
+    assert gradients(model, batch).keys() == gradients(tiny_model(), batch).keys()
+    assert len(table(measured, 2).splitlines()) == 2 + len(measured)
+
+
+MEASURED = [
+    Cost((), 100 * GIB, 500.0),
+    Cost(("vision.*",), 80 * GIB, 540.0),  # 2 ms per GiB
+    Cost(("layers.*.mlp",), 60 * GIB, 660.0),  # 4
+    Cost(("layers.*",), 40 * GIB, 860.0),  # 6
+]
+
+
+@pytest.mark.parametrize(
+    ("scale", "budget", "patterns", "held", "extra", "fits"),
+    [
+        (1, 120, (), 100, 0, True),
+        (1, 90, ("vision.*",), 80, 40, True),
+        (1, 50, ("vision.*", "layers.*.mlp"), 40, 200, True),
+        (2, 90, ("vision.*", "layers.*.mlp"), 80, 400, True),
+        (1, 10, ("vision.*", "layers.*.mlp"), 40, 200, False),
+    ],
+)
+def test_the_cheapest_patterns_that_fit(
+    scale: float, budget: float, patterns: tuple[str, ...], held: float, extra: float, fits: bool
+) -> None:
+    found = recommend(MEASURED, scale, budget * GIB)
+    assert (found.patterns, found.held_bytes, found.extra_milliseconds, found.fits) == (patterns, held * GIB, extra, fits)
+
+
+def test_advice_names_the_flag() -> None:
+    config = tiny_config("--micro-batch-size", "4", "--global-batch-size", "4")
+    text = advice(MEASURED, 4, config, total_bytes=100 * GIB, fixed_bytes=2 * GIB)
+    assert "--activation-checkpoint-module-patterns vision.*" in text and "40 ms more" in text
+    assert "recompute nothing" in advice(MEASURED, 4, config, total_bytes=200 * GIB, fixed_bytes=2 * GIB)
+    assert "smaller --micro-batch-size" in advice(MEASURED, 4, config, total_bytes=20 * GIB, fixed_bytes=2 * GIB)
+
+
+def test_state_of_one_process_by_hand() -> None:
+    module = torch.nn.Linear(3, 5, bias=False, dtype=torch.bfloat16)
+    direct = tiny_config("--bf16", "--micro-batch-size", "4", "--global-batch-size", "4")  # with an average of the weights
+    assert state_bytes(module, 1, direct) == 15 * (2 + 2 + 4 * 4)
+    accumulated = tiny_config("--bf16", "--micro-batch-size", "2", "--global-batch-size", "4")
+    assert state_bytes(module, 1, accumulated) == 15 * (2 + 4 + 4 * 4)
+
+
+@pytest.mark.slow
+def test_the_flag_prints_the_table_and_does_not_train() -> None:
+    command = [sys.executable, str(ROOT / "pretrain_vla.py"), *TINY, "--report-memory"]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "ms / GiB" in result.stdout and "vision_tower.layers.*" in result.stdout and "iteration" not in result.stdout
