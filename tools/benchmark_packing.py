@@ -37,11 +37,15 @@ COMMON = (
     *("--bf16", "--train-iters", "1000", "--lr-warmup-iters", "10", "--seed", "1234", "--allow-tf32"),
     *("--activation-checkpoint-module-patterns", "vision_tower.layers.*", "--no-first-batch-report"),
 )
+PACKED = ("--packing", "--pack-token-budget", "18432", "--pack-max-images", "68", "--micro-batch-size", "32")
+GRAPH = ("--compile", "--runner", "full_iteration_graph")
 # name -> flags: about equally many tokens per micro-batch, as activation memory allows the same number.
 TRAIN_RUNGS: dict[str, tuple[str, ...]] = {
     "padded_prompt_max": ("--micro-batch-size", "16", "--prompt-padding", "max"),
     "padded_prompt_bucket": ("--micro-batch-size", "16", "--prompt-padding", "bucket"),
-    "packed": ("--packing", "--pack-token-budget", "18432", "--pack-max-images", "68", "--micro-batch-size", "32"),
+    "packed": PACKED,
+    "padded_compiled_graph": ("--micro-batch-size", "16", "--prompt-padding", "max", "--max-prompt-length", "96", *GRAPH),
+    "packed_compiled_graph": (*PACKED, *GRAPH),
 }
 PLANNED_PACKS, PADDED_BATCH = 400, 32
 
@@ -53,7 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--train", action="store_true", help="measure training too")
     parser.add_argument("--model-variant", default="base")
     parser.add_argument("--steps", type=int, default=20, help="measured steps per form")
-    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--warmup", type=int, default=8, help="steps before the timing starts (captures included)")
     parser.add_argument("--num-workers", type=int, default=8)
     parser.add_argument("--rung", choices=tuple(TRAIN_RUNGS), help=argparse.SUPPRESS)
     parser.add_argument("--extra-flags", nargs=argparse.REMAINDER, default=[], help="appended to every run (last argument)")

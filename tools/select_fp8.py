@@ -261,7 +261,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 def run_selection(tool: SelectConfig, config: RunConfig, timer: Timer | None = None) -> dict[str, Any]:
     """The whole selection; `timer` replaces the measurement (tests)."""
     family = model_family(config.model.model_name)
-    plain = replace(config, optimization=replace(config.optimization, fp8=None, fp8_module_list=None))
+    plain = replace(config, optimization=replace(config.optimization, fp8=None, fp8_module_list=None, runner="eager"))
     # One process: what is selected is a property of the layers, not of the number of GPUs.
     num_microbatches = config.num_microbatches(1)
     supply = build_data(plain, family)

@@ -43,6 +43,9 @@ def packing_findings(config: RunConfig, family: Any) -> Iterator[Finding]:
             "stages exchange the prefix of whole samples, and every stage would need each pack's plan",
             "use --pipeline-model-parallel-size 1 (--use-distributed-optimizer or fsdp2 save memory)",
         )
+    if config.optimization.report_memory:
+        what = "measures what one sample of a padded batch costs, and a pack is not cut into samples"
+        yield error("--report-memory", what, "measure without --packing, with about as many tokens per micro-batch")
     backend = config.optimization.attention_backend
     if "attention_backend" in config.given and backend not in ("auto", "varlen"):
         what = f"{backend} has no kernel for the sequences of different lengths that --packing makes"

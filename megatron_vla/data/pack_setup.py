@@ -67,13 +67,13 @@ def preview(packing: Packing) -> list[str]:
 def _hints(packs: list[Pack], limits: PackLimits, useful: float, images: float) -> list[str]:
     full_samples = sum(len(pack.places) == limits.samples for pack in packs) / len(packs)
     most_images = max(pack.num_images for pack in packs)
+    if useful < GOOD_SHARE and full_samples > 0.5:
+        return [f"hint: packs run out of sample slots: raise --micro-batch-size (now {limits.samples})"]
     # An image slot that stays empty costs an image in the vision tower.
     if images < GOOD_SHARE and most_images < limits.images:
         return [f"hint: no pack has more than {most_images} images: --pack-max-images {most_images} saves vision compute"]
     if useful >= GOOD_SHARE:
         return []
-    if full_samples > 0.5:
-        return [f"hint: packs run out of sample slots: raise --micro-batch-size (now {limits.samples})"]
     if most_images == limits.images:
         return [f"hint: packs run out of image slots: raise --pack-max-images (now {limits.images})"]
     return [f"hint: raise --pack-token-budget (now {limits.tokens}) or --pack-pool-size (now {limits.pool_size})"]

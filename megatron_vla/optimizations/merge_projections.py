@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from megatron_vla.config.optimization import OptimizationConfig
+from megatron_vla.kernels.gated_gelu.op import IS_BUILT
 from megatron_vla.models.common.merged_linear import MergesProjections
 from megatron_vla.models.registry import ModelFamily
 
@@ -23,5 +24,6 @@ def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, rep
     for module in merging:
         module.merged = True
     groups = [group for module in merging for group in module.projection_groups()]
-    report(f"merged projections: {sum(map(len, groups))} linear layers in {len(groups)} matrix products")
+    gelu = "the fused kernel" if IS_BUILT else "PyTorch operations (kernels/gated_gelu was not built)"
+    report(f"merged projections: {sum(map(len, groups))} linear layers in {len(groups)} products; gated GELU: {gelu}")
     return model

@@ -77,7 +77,7 @@ def test_S02_ranks_workers_and_micro_batches_give_the_same_samples(folder: Path)
     reference = by_sample(supply_of(folder, *flags, "--micro-batch-size", "8").iterator(0, 0, 1, 10, False))
     assert len(reference) == 80
     assert {key for key in reference if key[0] == 0} == {(0, index) for index in range(NUM_SAMPLES)}
-    for ranks, micro, workers in ((2, 4, 1), (2, 1, 4), (1, 2, 4)):
+    for ranks, micro, workers in ((2, 4, 0), (2, 1, 4)):
         supply = supply_of(folder, *flags, "--micro-batch-size", str(micro), "--num-workers", str(workers))
         parts = [by_sample(supply.iterator(0, rank, ranks, 10, False)) for rank in range(ranks)]
         union = {key: value for part in parts for key, value in part.items()}

@@ -182,6 +182,26 @@ def test_other_switches_change_nothing_in_fp8(
     assert difference <= 1e-10 * sum(float(gradient.double().square().sum()) for gradient in theirs.values())
 
 
+@pytest.mark.parametrize("attention", ["eager", "matmul", "varlen"])
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("skip_dead", [True, False])
+def test_fp8_goes_with_every_attention_and_dead_work(attention: Any, merged: bool, skip_dead: bool) -> None:
+    """What rounds elsewhere moves FP8 roundings too: near the bf16 loss, not equal to it."""
+    switches = {
+        "attention_backend": attention,
+        "merge_projections": merged,
+        "skip_dead_compute": skip_dead,
+        "allow_tf32": False,
+    }
+    config = OptimizationConfig(fp8="native", fp8_min_dim=64, **switches)
+    model = tiny_model(dtype=torch.bfloat16, attention_backend=attention, skip_dead_compute=skip_dead)
+    apply_optimizations(model, config, FAMILY, lambda line: None)
+    plain, batch = tiny_model(dtype=torch.bfloat16), tiny_batch()
+    assert float(mean_loss(model, batch).detach()) == pytest.approx(float(mean_loss(plain, batch).detach()), rel=0.1)
+    assert gradients(model, batch).keys() == gradients(plain, batch).keys()
+    assert list(model.state_dict()) == list(plain.state_dict())
+
+
 def test_a_merged_group_of_both_kinds_computes_both(tmp_path: Path) -> None:
     """q in FP8 beside k and v in bf16: two products, outputs in their places."""
     path = tmp_path / "modules.json"

@@ -218,6 +218,7 @@ def test_impossible_sizes_are_refused(tmp_path: Path) -> None:
         (("--pipeline-model-parallel-size", "2", "--prompt-padding", "max"), "--packing, --pipeline-model-parallel-size"),
         (("--attention-backend", "eager"), "--attention-backend"),
         (("--no-packing",), "--pack-token-budget"),
+        (("--report-memory",), "--report-memory"),
         (("--pack-pool-size", "0"), "--pack-pool-size"),
         (("--mock-min-prompt-length", "9"), "--mock-min-prompt-length"),
     ],

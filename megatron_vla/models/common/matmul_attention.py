@@ -9,7 +9,7 @@ Predicted for Pi0.5 base on an H200, 32 samples, one prefix layer, at 700 TFLOP/
 - backward: 4 products of 43 GFLOP; 340 MB of fp32 products written and read, probabilities read twice, 170 MB of logit
   gradients written and read twice: 0.5 ms;
 - stored for backward: 170 MB of probabilities per layer, 3 GiB over 18 layers.
-cuDNN's kernel takes 1.5 ms for the backward alone (150 TFLOP/s), so about 24 ms of a step are to be gained.
+cuDNN's kernel takes 1.5 ms for the backward alone (150 TFLOP/s), so about 24 ms of a step should be gained.
 
 Shape legend: B samples times key/value heads, M query rows (tokens times heads of the group), K keys, D head width.
 """
