@@ -17,6 +17,8 @@ from megatron_vla.config.check import check
 from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.config.parallel import ParallelConfig
 from megatron_vla.config.run import RunConfig, parse_args
+from megatron_vla.models.common.merged_linear import merged_linear
+from megatron_vla.models.groot_n1_7 import model as groot_model
 from megatron_vla.models.groot_n1_7.family import FAMILY
 from megatron_vla.models.groot_n1_7.model import GrootN17Model
 from megatron_vla.optimizations import compile as compile_optimization
@@ -69,6 +71,22 @@ def assert_same_gradients(switches: OptimizationConfig, tolerance: float, **conf
 @pytest.mark.parametrize("tuned", [{}, {"tune_llm": True, "tune_visual": True}], ids=["frozen_backbone", "all"])
 def test_merged_projections_compute_the_same(tuned: dict[str, bool]) -> None:
     assert_same_gradients(OptimizationConfig(merge_projections=True), 1e-12, **tuned)
+
+
+def test_keys_and_values_of_all_blocks_are_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for the blocks that read the text, one for those that read the images; none is projected again inside a block."""
+    joined: list[int] = []
+
+    def counted(hidden: torch.Tensor, linears: Any, merged: bool) -> tuple[torch.Tensor, ...]:
+        joined.append(len(linears))
+        return merged_linear(hidden, linears, merged)
+
+    monkeypatch.setattr(groot_model, "merged_linear", counted)
+    config = tiny_config()
+    model = apply_optimizations(tiny_model(config), OptimizationConfig(merge_projections=True), FAMILY, lambda line: None)
+    model(tiny_batch(config))
+    readers = (config.dit_num_layers + 1) // 2
+    assert len(joined) == 2 and sum(joined) == 2 * readers
 
 
 @pytest.mark.parametrize(

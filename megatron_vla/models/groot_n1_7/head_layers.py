@@ -79,11 +79,13 @@ class DitBlock(nn.Module):
         condition_BC: Tensor,
         num_tokens: int,
         owners: RowOwners | None,
-        memory_BKH: Tensor | None,
+        memory: Tensor | KeyValue | None,
         mask_B11K: Tensor | None,
     ) -> Tensor:
-        """Next hidden. memory_BKH: what a block that reads the backbone reads (already gathered); None: its own tokens."""
-        memory = None if memory_BKH is None else self.attention.key_value(memory_BKH)
+        """Next hidden. memory: what a block that reads the backbone reads, as (gathered) tokens [B, K, H] or as their keys and
+        values; None: its own tokens."""
+        if isinstance(memory, Tensor):
+            memory = self.attention.key_value(memory)
         return self.with_memory(hidden_BZH, condition_BC, num_tokens, owners, memory, mask_B11K)
 
     def with_memory(

@@ -21,6 +21,7 @@ from megatron_vla.models.common.attention_mask import AttentionBackend, key_mask
 from megatron_vla.models.common.decoder_layer import KeyValue
 from megatron_vla.models.common.embodiment import EmbodimentActionEncoder, EmbodimentGroups, EmbodimentMlp
 from megatron_vla.models.common.flow_matching import integer_time_code, interpolate
+from megatron_vla.models.common.merged_linear import merged_linear
 from megatron_vla.models.common.normalization import AdaptiveLayerNorm, LayerNorm, RMSNorm
 from megatron_vla.models.common.precision import dtype_of
 from megatron_vla.models.groot_n1_7.batch import GrootN17Batch
@@ -220,17 +221,29 @@ class GrootN17Model(nn.Module):
         """Predicted dx/dt [B, T, A] at integer time steps."""
         tokens, condition_BE, owners = self.embed(batch, x_BTA, step_B)
         num_tokens = x_BTA.shape[1] + STATE_TOKENS
+        # Merged projections reach over the blocks: one product for all keys and values of the text, one for the images.
+        is_merged = any(cast(DitBlock, layer).attention.merged for layer in self.dit_layers)
+        projected = self.cached_memory(memory) if is_merged else None
         for index, layer in enumerate(self.dit_layers):
             memory_BKH, mask = memory.of_block(index, self.config.attend_text_every_n_blocks)
-            tokens = layer(tokens, condition_BE, num_tokens, owners, memory_BKH, mask)
+            read = memory_BKH if projected is None else projected[index]
+            tokens = layer(tokens, condition_BE, num_tokens, owners, read, mask)
         return self.read_out(batch, tokens, condition_BE, num_tokens, owners)
 
     def cached_memory(self, memory: Memory) -> list[KeyValue | None]:
         """Keys and values of every block that reads the backbone: they do not depend on flow time."""
-        cached: list[KeyValue | None] = []
-        for index, layer in enumerate(self.dit_layers):
+        cached: list[KeyValue | None] = [None] * len(self.dit_layers)
+        readers: dict[int, tuple[Tensor, list[int]]] = {}
+        for index in range(len(self.dit_layers)):
             tokens, _ = memory.of_block(index, self.config.attend_text_every_n_blocks)
-            cached.append(None if tokens is None else cast(DitBlock, layer).attention.key_value(tokens))
+            if tokens is not None:
+                readers.setdefault(id(tokens), (tokens, []))[1].append(index)
+        for tokens, blocks in readers.values():
+            attentions = [cast(DitBlock, self.dit_layers[index]).attention for index in blocks]
+            linears = [linear for attention in attentions for linear in (attention.k_proj, attention.v_proj)]
+            parts = merged_linear(tokens, linears, attentions[0].merged)
+            for index, attention, key, value in zip(blocks, attentions, parts[::2], parts[1::2], strict=True):
+                cached[index] = KeyValue(attention.split_heads(key), attention.split_heads(value))
         return cached
 
     def cached_velocity(
