@@ -71,6 +71,15 @@ def test_merged_projections_compute_the_same(tuned: dict[str, bool]) -> None:
     assert_same_gradients(OptimizationConfig(merge_projections=True), 1e-12, **tuned)
 
 
+def test_what_is_merged_is_printed() -> None:
+    lines: list[str] = []
+    apply_optimizations(
+        tiny_model(), OptimizationConfig(merge_projections=True, attention_backend="sdpa"), FAMILY, lines.append
+    )
+    # q, k, v of vision (4 layers), text (4), vision-language (2) and every other DiT layer (2); its 2 others k, v; text gate, up.
+    assert lines == [f"merged projections: {3 * 12 + 2 * 2 + 2 * 4} linear layers in 18 products"], "its gates are no GELU"
+
+
 @pytest.mark.parametrize(
     ("scope", "tuned"),
     [
@@ -141,6 +150,7 @@ GRAPHS = ("--runner", "full_iteration_graph", "--prompt-padding", "max")
     [
         (("--packing",), "--packing", "groot_n1_7 cannot read packs"),
         (("--mock-camera-counts", "1", "2"), "--mock-camera-counts", "--mock-num-cameras"),
+        (("--eval-interval", "5"), "--eval-interval", "no sampling"),
         (("--mock-min-prompt-length", "2"), "--mock-min-prompt-length", "--mock-prompt-length"),
         (("--attention-backend", "varlen"), "--attention-backend", "causal"),
         (
