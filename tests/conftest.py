@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,14 @@ def fixture_dataset(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 def golden_datasets() -> dict[str, Path]:
     """Datasets that LeRobot itself wrote: four episodes of 20 frames, two cameras, in both formats."""
     return {"v2.1": GOLDEN_DATASETS / "lerobot_v2.1", "v3.0": GOLDEN_DATASETS / "lerobot_v3.0"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_gl_choice() -> Iterator[None]:
+    """Simulator tests choose a GL library for their process; the next module chooses again."""
+    before = os.environ.get("MUJOCO_GL")
+    yield
+    if before is None:
+        os.environ.pop("MUJOCO_GL", None)
+    else:
+        os.environ["MUJOCO_GL"] = before

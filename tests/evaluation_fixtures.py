@@ -1,4 +1,4 @@
-"""A tiny Pi0.5 with MetaWorld's cameras, state and actions, trained for one step, as a checkpoint folder."""
+"""A tiny Pi0.5 with a simulator's cameras, state and actions, trained for one step, as a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 
 from megatron_vla.config.run import parse_args
 from megatron_vla.data.lerobot_writer import LeRobotWriter
-from megatron_vla.evaluation.environments.interface import Observation
-from megatron_vla.evaluation.environments.metaworld import ACTION_NAMES, CAMERAS, STATE_NAMES
+from megatron_vla.evaluation.environments.interface import EnvironmentBackend, Observation
+from megatron_vla.evaluation.environments.metaworld import CAMERAS
+from megatron_vla.evaluation.environments.metaworld_suite import BACKEND as METAWORLD
 from megatron_vla.evaluation.policy import Policy
 from megatron_vla.models.common.initialization import initialize_parameters, normal
 from megatron_vla.models.registry import model_family
@@ -21,32 +22,33 @@ IMAGE_SIZE = 32
 INSTRUCTIONS = ("Open a drawer", "Reach a goal position")
 
 
-def write_metaworld_like(root: Path, fps: int = 20) -> Path:
-    """Four short episodes with MetaWorld's features and random content."""
-    features: dict[str, Any] = {c: {"dtype": "image", "shape": [IMAGE_SIZE, IMAGE_SIZE, 3]} for c in CAMERAS}
-    features["observation.state"] = {"dtype": "float32", "shape": [4], "names": list(STATE_NAMES)}
-    features["action"] = {"dtype": "float32", "shape": [4], "names": list(ACTION_NAMES)}
+def write_metaworld_like(root: Path, fps: int = 20, backend: EnvironmentBackend = METAWORLD) -> Path:
+    """Four short episodes with MetaWorld's (or another simulator's) features and random content."""
+    num_states, num_actions = len(backend.state_names), len(backend.action_names)
+    features: dict[str, Any] = {c: {"dtype": "image", "shape": [IMAGE_SIZE, IMAGE_SIZE, 3]} for c in backend.cameras}
+    features["observation.state"] = {"dtype": "float32", "shape": [num_states], "names": list(backend.state_names)}
+    features["action"] = {"dtype": "float32", "shape": [num_actions], "names": list(backend.action_names)}
     writer = LeRobotWriter(root, fps=fps, features=features)
     generator = np.random.default_rng(2)
     for episode in range(4):
         length = 12 + episode
         columns = {
-            "observation.state": generator.uniform(-0.3, 1.0, (length, 4)).astype(np.float32),
-            "action": generator.uniform(-1, 1, (length, 4)).astype(np.float32),
+            "observation.state": generator.uniform(-0.3, 1.0, (length, num_states)).astype(np.float32),
+            "action": generator.uniform(-1, 1, (length, num_actions)).astype(np.float32),
         }
         frames = generator.integers(0, 256, (2, length, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
-        writer.add_episode(columns, dict(zip(CAMERAS, frames, strict=True)), INSTRUCTIONS[episode % 2])
+        writer.add_episode(columns, dict(zip(backend.cameras, frames, strict=True)), INSTRUCTIONS[episode % 2])
     return writer.finalize()
 
 
-def training_flags(folder: Path, *flags: str) -> list[str]:
+def training_flags(folder: Path, *flags: str, backend: EnvironmentBackend = METAWORLD) -> list[str]:
     """A run on `write_metaworld_like` that saves under folder/checkpoints."""
     from tests.unit.preprocess_fixtures import tokenizer_bytes
 
     if not (folder / "data").exists():
-        write_metaworld_like(folder / "data")
+        write_metaworld_like(folder / "data", backend=backend)
         (folder / "tokenizer.model").write_bytes(tokenizer_bytes())
-    top, wrist = CAMERAS
+    top, wrist = backend.cameras
     return [
         *("--model-variant", "tiny", "--image-size", "28", "--num-layers", "2", "--vision-num-layers", "1"),
         *("--data-path", str(folder / "data"), "--tokenizer-model", str(folder / "tokenizer.model")),
@@ -57,9 +59,9 @@ def training_flags(folder: Path, *flags: str) -> list[str]:
     ]
 
 
-def train_checkpoint(folder: Path, *flags: str) -> Path:
+def train_checkpoint(folder: Path, *flags: str, backend: EnvironmentBackend = METAWORLD) -> Path:
     """Train as asked; returns the --save folder."""
-    config = parse_args(training_flags(folder, *flags))
+    config = parse_args(training_flags(folder, *flags, backend=backend))
     with training_session(config, model_family("pi05")) as session:
         train(session)
     return folder / "checkpoints"

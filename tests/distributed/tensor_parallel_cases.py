@@ -19,6 +19,7 @@ from megatron_vla.data.batch import Batch
 from megatron_vla.models.pi05.build import build
 from megatron_vla.models.pi05.config import Pi05Config
 from megatron_vla.models.pi05.convert import CONVERTER
+from megatron_vla.models.pi05.family import FAMILY
 from megatron_vla.models.pi05.model import Pi05Model
 from megatron_vla.optimizations.activation_checkpoint import apply as checkpoint_activations
 from megatron_vla.parallel.groups import initialize, shut_down, world_size_from_environment
@@ -116,7 +117,8 @@ def compare(rank: int, specs: list[Spec]) -> list[Difference]:
 def _difference(spec: Spec, whole: Pi05Model, split: Pi05Model, group: Any) -> Difference:
     batch = odd_batch(spec.config, spec.num_samples)
     expected = gradients(whole, batch)
-    checkpoint_activations(split, OptimizationConfig(activation_checkpoint_module_patterns=spec.checkpoint), lambda line: None)
+    recompute = OptimizationConfig(activation_checkpoint_module_patterns=spec.checkpoint)
+    checkpoint_activations(split, recompute, FAMILY, lambda line: None)
     loss = mean_loss(split, batch)
     loss.backward()
     parameters = dict(split.named_parameters())
