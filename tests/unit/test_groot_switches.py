@@ -76,7 +76,7 @@ def test_what_is_merged_is_printed() -> None:
     apply_optimizations(
         tiny_model(), OptimizationConfig(merge_projections=True, attention_backend="sdpa"), FAMILY, lines.append
     )
-    # q, k, v of vision (4 layers), text (4), vision-language (2) and every other DiT layer (2); its 2 others k, v; text gate, up.
+    # q, k, v of vision (4 layers), text (4), vision-language (2) and half of the DiT (2); its others k, v; text gate, up.
     assert lines == [f"merged projections: {3 * 12 + 2 * 2 + 2 * 4} linear layers in 18 products"], "its gates are no GELU"
 
 
