@@ -61,11 +61,13 @@ def check(config: RunConfig, family: Any, world_size: int) -> list[Finding]:
 
 
 def _family_flags(config: RunConfig, family: Any) -> Iterator[Finding]:
-    """Data flags that this family does not read would be ignored without a word."""
+    """Flags that mean nothing to this family: they would be ignored without a word, or fail hours later."""
     name, rules = config.model.model_name, family.samples
     for field, instead in rules.unused_flags.items():
         if field in config.given:
             yield error(flag_name(field), f"has no effect with --model-name {name}", instead)
+    if config.evaluation.eval_interval is not None and family.sample_actions is None:
+        yield error("--eval-interval", f"{name} has no sampling for simulators yet", "drop it")
     augmentation = config.data.augmentation
     if augmentation != "none" and augmentation not in rules.augmentations:
         known = ", ".join(("none", *rules.augmentations))

@@ -8,6 +8,7 @@ from torch import nn
 
 from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.kernels.gated_gelu.op import IS_BUILT
+from megatron_vla.models.common.decoder_layer import GatedMlp
 from megatron_vla.models.common.merged_linear import MergesProjections
 from megatron_vla.models.registry import ModelFamily
 
@@ -24,6 +25,8 @@ def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, rep
     for module in merging:
         module.merged = True
     groups = [group for module in merging for group in module.projection_groups()]
-    gelu = "the fused kernel" if IS_BUILT else "PyTorch operations (kernels/gated_gelu was not built)"
-    report(f"merged projections: {sum(map(len, groups))} linear layers in {len(groups)} products; gated GELU: {gelu}")
+    line = f"merged projections: {sum(map(len, groups))} linear layers in {len(groups)} products"
+    if any(isinstance(module, GatedMlp) and module.activation == "gelu_tanh" for module in merging):
+        line += "; gated GELU: " + ("the fused kernel" if IS_BUILT else "PyTorch operations (kernels/gated_gelu was not built)")
+    report(line)
     return model

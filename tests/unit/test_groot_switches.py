@@ -89,6 +89,15 @@ def test_keys_and_values_of_all_blocks_are_two_products(monkeypatch: pytest.Monk
     assert len(joined) == 2 and sum(joined) == 2 * readers
 
 
+def test_what_is_merged_is_printed() -> None:
+    lines: list[str] = []
+    apply_optimizations(
+        tiny_model(), OptimizationConfig(merge_projections=True, attention_backend="sdpa"), FAMILY, lines.append
+    )
+    # q, k, v of vision (4 layers), text (4), vision-language (2) and half of the DiT (2); its others k, v; text gate, up.
+    assert lines == [f"merged projections: {3 * 12 + 2 * 2 + 2 * 4} linear layers in 18 products"], "its gates are no GELU"
+
+
 @pytest.mark.parametrize(
     ("scope", "tuned"),
     [
@@ -159,6 +168,7 @@ GRAPHS = ("--runner", "full_iteration_graph", "--prompt-padding", "max")
     [
         (("--packing",), "--packing", "groot_n1_7 cannot read packs"),
         (("--mock-camera-counts", "1", "2"), "--mock-camera-counts", "--mock-num-cameras"),
+        (("--eval-interval", "5"), "--eval-interval", "no sampling"),
         (("--mock-min-prompt-length", "2"), "--mock-min-prompt-length", "--mock-prompt-length"),
         (("--attention-backend", "varlen"), "--attention-backend", "causal"),
         (
