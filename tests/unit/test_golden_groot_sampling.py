@@ -73,10 +73,10 @@ def test_position_table_interpolation() -> None:
         np.concatenate(part, axis=axis) for part, axis in zip(zip(*parts, strict=True), (1, 1, 0), strict=True)
     )
     assert torch.equal(torch.from_numpy(tables.T), golden["interp_indices"])
-    assert relative_difference(torch.from_numpy(weights.T), golden["interp_weights"]) <= 4e-6  # fp32 coordinates up to 47 there
+    assert torch.equal(torch.from_numpy(weights.T), golden["interp_weights"])
     assert torch.equal(torch.from_numpy(places), golden["vision_rope_position_ids"])
     result = (golden["interp_table"][torch.from_numpy(tables)] * torch.from_numpy(weights)[..., None]).sum(dim=0)
-    assert relative_difference(result, golden["interp_result"]) <= 4e-6
+    assert relative_difference(result, golden["interp_result"]) <= 1e-6
     rotary = plane_rotary_table(torch.from_numpy(places)[None], 64, 10000.0, torch.float32)
     for part, table in (("cos", rotary.cos_B1SD), ("sin", rotary.sin_B1SD)):
         assert relative_difference(torch.cat((table[0, 0], table[0, 0]), dim=-1), golden[f"vision_rope_{part}"]) <= 1e-6

@@ -77,20 +77,23 @@ def merge_order(height: int, width: int, merge: int) -> np.ndarray:
     return raster.transpose(0, 2, 1, 3).reshape(-1)
 
 
-def grid_positions(grid: Grid, table_side: int, merge: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(table rows int64 [4, P], their shares float64 [4, P], (row, column) int64 [P, 2]) of one image's patches.
+def grid_positions(
+    grid: Grid, table_side: int, merge: int, share_dtype: type = np.float32
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(table rows int64 [4, P], their shares [4, P], (row, column) int64 [P, 2]) of one image's patches.
 
-    Bilinear with aligned corners: the first and last patch sit on the table's first and last row. Raises ValueError for a grid
-    that cannot be merged.
+    Bilinear with aligned corners: the first and last patch sit on the table's first and last row. Shares are computed in
+    `share_dtype`: in fp32, the released model's, they have its bits. Raises ValueError for a grid that cannot be merged.
     """
     frames, height, width = grid
     if height % merge or width % merge or min(grid) < 1:
         raise ValueError(f"image grid {grid}: rows and columns of patches must be positive multiples of {merge}")
-    rows, columns = np.linspace(0, table_side - 1, height), np.linspace(0, table_side - 1, width)
+    rows: np.ndarray = np.linspace(0, table_side - 1, height, dtype=share_dtype)
+    columns: np.ndarray = np.linspace(0, table_side - 1, width, dtype=share_dtype)
     row_low, column_low = rows.astype(np.int64), columns.astype(np.int64)
     row_high = np.minimum(row_low + 1, table_side - 1)
     column_high = np.minimum(column_low + 1, table_side - 1)
-    row_share, column_share = (rows - row_low)[:, None], (columns - column_low)[None, :]
+    row_share, column_share = (rows - row_low.astype(share_dtype))[:, None], (columns - column_low.astype(share_dtype))[None, :]
     corners = ((row_low, column_low), (row_low, column_high), (row_high, column_low), (row_high, column_high))
     shares = (
         (1 - row_share) * (1 - column_share),
@@ -192,9 +195,9 @@ class MetadataMaker:
 
     def _vision(self, grids: Sequence[Grid]) -> VisionMetadata:
         side, merge = self.config.position_table_side, self.config.vision_spatial_merge_size
-        parts = {grid: grid_positions(grid, side, merge) for grid in set(grids)}
+        parts = {grid: grid_positions(grid, side, merge, self.share_dtype) for grid in set(grids)}
         tables, weights, places = zip(*(parts[grid] for grid in grids), strict=True)
-        weight_4P: np.ndarray = np.concatenate(weights, axis=1).astype(self.share_dtype)
+        weight_4P: np.ndarray = np.concatenate(weights, axis=1)
         return VisionMetadata(np.concatenate(tables, axis=1), weight_4P, np.concatenate(places), *image_blocks(grids))
 
     def row(self, tokens_S: np.ndarray, is_valid_S: np.ndarray, grids: Sequence[Grid]) -> RowMetadata:
