@@ -115,6 +115,7 @@ def test_two_stages(two: WorkerPool, alone: dict[bool, Result], tuned: bool, cut
     assert_close(gradients_of(ranks), alone[tuned].gradients, 1e-9)
 
 
+@pytest.mark.distributed_full
 def test_a_frozen_stage_between_others(four: WorkerPool, alone: dict[bool, Result]) -> None:
     """Two stages without anything to train, whose neighbours still wait for a gradient."""
     flags = ["--fp64", "--pipeline-model-parallel-size", "4", *FOUR_PASSES, "--pipeline-layout", "3", "3", "6", "2"]

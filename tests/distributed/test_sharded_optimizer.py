@@ -125,6 +125,7 @@ def test_without_overlap_reductions_wait_for_backward(pool: WorkerPool) -> None:
         assert events[:2] == ["last gradient", "last gradient"]
 
 
+@pytest.mark.distributed_full
 def test_four_processes_equal_one(alone: Trained) -> None:
     workers = WorkerPool(4, "sharded_cases")
     try:
