@@ -160,6 +160,7 @@ def test_fp8_converts_the_language_model_and_the_diffusion_transformer() -> None
     assert "fp8 (native" in lines[-1] and "precision-sensitive" in lines[-1]
 
 
+FSDP = ("--data-parallel-strategy", "fsdp2")
 GRAPHS = ("--runner", "full_iteration_graph", "--prompt-padding", "max")
 
 
@@ -177,6 +178,9 @@ GRAPHS = ("--runner", "full_iteration_graph", "--prompt-padding", "max")
             "--dropout 0",
         ),
         ((*GRAPHS, "--tensor-model-parallel-size", "2"), "--runner", "--dropout 0"),
+        (FSDP, "--data-parallel-strategy", "two dtypes"),
+        ((*FSDP, "--bf16", "--frozen-dtype", "as_model"), "--data-parallel-strategy", "two dtypes"),
+        ((*FSDP, "--frozen-dtype", "as_model", "--merge-projections"), "--data-parallel-strategy", "outside the layers"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
@@ -185,3 +189,10 @@ def test_what_cannot_work_is_refused(flags: tuple[str, ...], where: str, words: 
     assert words in found[where]
     if flags[: len(GRAPHS)] == GRAPHS:
         assert where not in {f.where for f in check(run_config(*flags, "--dropout", "0"), FAMILY, 2)}
+
+
+@pytest.mark.parametrize(
+    "flags", [("--frozen-dtype", "as_model"), ("--tune-llm", "--tune-visual"), ("--fp64",)], ids=lambda flags: " ".join(flags)
+)
+def test_sharding_of_one_dtype_is_allowed(flags: tuple[str, ...]) -> None:
+    assert [str(f) for f in check(run_config(*FSDP, *flags), FAMILY, 2) if f.severity == "error"] == []
