@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import multiprocessing
@@ -51,6 +52,9 @@ def _serve(rank: int, world_size: int, connection: Any, module: str) -> None:
             with contextlib.suppress(Exception):
                 shut_down()  # so that the next case can start
         connection.send(Outcome(value, printed.getvalue(), failure))
+        # Hooks tie models and process groups into cycles, and gloo's threads of a group that lives on spin on closed sockets.
+        del value
+        gc.collect()
 
 
 class WorkerPool:
