@@ -90,7 +90,10 @@ setup(
         "log": ["matplotlib", "tensorboard", "wandb"],
         "fp8": ["torchao>=0.18"],
         "gpu": ["transformer-engine[core_cu13,pytorch]", "flash-attn", "torchao"],
-        "dev": ["pytest==9.2.0", "pytest-xdist==3.8.0", "ruff==0.17.6", "mypy==2.4.1", "tensorboard", "wandb", "matplotlib"],
+        "dev": [
+            *("pytest==9.2.0", "pytest-xdist==3.8.0", "ruff==0.17.6", "mypy==2.4.1"),
+            *("tensorboard", "wandb", "matplotlib", "torchao>=0.18"),
+        ],
     },
     ext_modules=cuda_extensions(),
     cmdclass={"build_ext": NvccBuild},

@@ -52,7 +52,7 @@ def _serve(rank: int, world_size: int, connection: Any, module: str) -> None:
             with contextlib.suppress(Exception):
                 shut_down()  # so that the next case can start
         connection.send(Outcome(value, printed.getvalue(), failure))
-        # Hooks tie models and process groups into cycles, and gloo's threads of a group that lives on spin on closed sockets.
+        # Hooks tie models and process groups into cycles, and every group that lives on keeps its threads and sockets.
         del value
         gc.collect()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,15 @@ def test_repeated_sigterm_is_one_request() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.fixture
+def interrupts_raise() -> Iterator[None]:
+    """Python's own handler of Ctrl-C; pytest's worker processes ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts_raise")
 def test_second_interrupt_ends_at_once() -> None:
     with pytest.raises(KeyboardInterrupt), StopSignals(ALONE) as signals:
         os.kill(os.getpid(), signal.SIGINT)
