@@ -28,6 +28,10 @@ class BlockMap:
         self.row_of_block = torch.tensor(rows, dtype=torch.int32).to(device)
         self.chunk_of_block = torch.tensor(chunks, dtype=torch.int32).to(device)
 
+    def arguments(self) -> tuple[int, int, int, int]:
+        """As launchers take them: addresses of rows and chunks by block, number of blocks, elements of a chunk."""
+        return self.row_of_block.data_ptr(), self.chunk_of_block.data_ptr(), self.num_blocks, self.chunk
+
 
 class _CaptureMemory:
     """Device memory for the tables of one captured graph, and what will be written there."""

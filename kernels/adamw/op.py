@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_vla.kernels import load_launcher
+from megatron_vla.kernels import check_launch, load_launcher
 from megatron_vla.kernels.adamw.reference import Coefficients
 from megatron_vla.kernels.tensor_table import AddressTable, BlockMap
 
@@ -73,23 +73,18 @@ class FusedAdamW:
         """
         assert len(gradients) == len(self._parameters)
         table = self._table.of(gradients, lambda: self._rows(gradients))
-        blocks = self._blocks
         scalars = (coefficients.decay, scale, coefficients.bias_correction2_sqrt, coefficients.negative_step_size)
         assert all(s.dtype == torch.float32 and s.numel() == 1 for s in scalars)
         assert keep is None or keep.dtype == torch.bool
         code = self._launch(
             table.data_ptr(),
-            blocks.row_of_block.data_ptr(),
-            blocks.chunk_of_block.data_ptr(),
-            blocks.num_blocks,
-            blocks.chunk,
+            *self._blocks.arguments(),
             *(s.data_ptr() for s in scalars),
             None if keep is None else keep.data_ptr(),
             *self._constants,
             torch.cuda.current_stream().cuda_stream,
         )
-        if code:
-            raise RuntimeError(f"the AdamW kernel was not launched: CUDA error {code}")
+        check_launch("adamw", code)
 
     def _rows(self, gradients: Sequence[Tensor]) -> list[int]:
         words: list[int] = []

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vla.kernels import load_launcher
+from megatron_vla.kernels import check_launch, load_launcher
 from megatron_vla.kernels.gated_gelu.reference import gated_gelu_reference
 
 _LAUNCHER = load_launcher("gated_gelu")
@@ -32,8 +32,7 @@ def _launch(function: Any, tensors: list[tuple[Tensor, int]], rows: int, width: 
         count = min(MAX_ROWS, rows - start)
         addresses = [t.data_ptr() + start * per_row * t.element_size() for t, per_row in tensors]
         code = function(*addresses, count, width, stream)
-        if code:
-            raise RuntimeError(f"the gated_gelu kernel was not launched: CUDA error {code}")
+        check_launch("gated_gelu", code)
 
 
 @torch.library.custom_op("megatron_vla::gated_gelu", mutates_args=(), device_types="cuda")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_vla.kernels import load_launcher
+from megatron_vla.kernels import check_launch, load_launcher
 from megatron_vla.kernels.tensor_table import AddressTable, BlockMap
 
 # Elements of one block. The base model's 3.2e9 gradients then give 50,000 partial sums.
@@ -46,19 +46,14 @@ class SquareSum:
         """Shape [], fp64."""
         assert tuple(t.numel() for t in tensors) == self.sizes
         table = self._table.of(tensors, lambda: [word for tensor in tensors for word in _row(tensor)])
-        blocks = self._blocks
-        partial = torch.empty(blocks.num_blocks, dtype=torch.float64, device=table.device)
+        partial = torch.empty(self._blocks.num_blocks, dtype=torch.float64, device=table.device)
         code = self._launch(
             table.data_ptr(),
-            blocks.row_of_block.data_ptr(),
-            blocks.chunk_of_block.data_ptr(),
-            blocks.num_blocks,
-            blocks.chunk,
+            *self._blocks.arguments(),
             partial.data_ptr(),
             torch.cuda.current_stream().cuda_stream,
         )
-        if code:
-            raise RuntimeError(f"the square_sum kernel was not launched: CUDA error {code}")
+        check_launch("square_sum", code)
         return partial.sum()
 
 

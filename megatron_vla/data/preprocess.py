@@ -204,16 +204,21 @@ class Preprocessor:
 
     def save(self, folder: Path) -> None:
         """Write preprocessing.json, statistics.json and tokenizer.model into an existing folder."""
-        content = self.to_dict()
-        self.statistics.save(folder / STATISTICS_FILE)
-        del content["statistics"]  # one copy only: the file of its own that --statistics-path reads too
-        (folder / SETTINGS_FILE).write_text(json.dumps(content, indent=1) + "\n")
-        (folder / TOKENIZER_FILE).write_bytes(self.tokenizer.model_bytes)
+        write_preprocessing(folder, self.to_dict(), self.statistics, self.tokenizer.model_bytes)
 
     @staticmethod
     def load(folder: Path) -> Preprocessor:
         """Inverse of `save`. Raises ValueError naming the file that is missing or broken."""
         return Preprocessor.from_dict(*read_preprocessing(folder))
+
+
+def write_preprocessing(folder: Path, content: dict[str, Any], statistics: Statistics, tokenizer_bytes: bytes) -> None:
+    """Write a preprocessor's `to_dict`, its statistics and its tokenizer into an existing folder."""
+    statistics.save(folder / STATISTICS_FILE)
+    # One copy of the statistics only: the file of its own that --statistics-path reads too.
+    settings = {name: value for name, value in content.items() if name != "statistics"}
+    (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=1) + "\n")
+    (folder / TOKENIZER_FILE).write_bytes(tokenizer_bytes)
 
 
 def read_preprocessing(folder: Path) -> tuple[dict[str, Any], bytes, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -87,12 +88,11 @@ class PartialSums:
         found: list[Any] = [None] * groups.tensor_model_parallel_size
         dist.all_gather_object(found, [(n, _description(p)) for n, p in marked], group=self._tensor_group)
         for other, theirs in enumerate(found):
-            different = [mine[0] for mine, their in zip(found[0], theirs, strict=False) if mine != their]
-            if different or len(theirs) != len(found[0]):
-                where = different[0] if different else f"{len(found[0])} and {len(theirs)} parameters"
+            different = [(mine or their)[0] for mine, their in zip_longest(found[0], theirs) if mine != their]
+            if different:
                 raise ValueError(
                     f"tensor-parallel ranks 0 and {other} do not update the same elements of parameters with partial "
-                    f"gradients (first difference: {where}); use --no-use-distributed-optimizer with this layout"
+                    f"gradients (first difference: {different[0]}); use --no-use-distributed-optimizer with this layout"
                 )
         self._tensor_parts = [part for _, part in marked]
 

@@ -9,7 +9,6 @@ A padded action dimensions.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from megatron_vla.data.groot.pictures import PictureSettings
 from megatron_vla.data.groot.state_action import StateActionOptions, StateActionTransform
 from megatron_vla.data.groot.statistics import KeyStream, key_statistics
 from megatron_vla.data.groot.tokenizer import BytePairTokenizer
-from megatron_vla.data.preprocess import SETTINGS_FILE, STATISTICS_FILE, TOKENIZER_FILE, read_preprocessing
+from megatron_vla.data.preprocess import read_preprocessing, write_preprocessing
 from megatron_vla.data.sample_shape import KeyPlace, SampleShape, dimension_labels
 from megatron_vla.data.statistics import Statistics
 from megatron_vla.data.transforms import pad_last_dim
@@ -295,11 +294,7 @@ class GrootPreprocessor:
 
     def save(self, folder: Path) -> None:
         """Write preprocessing.json, statistics.json and the tokenizer into an existing folder."""
-        content = self.to_dict()
-        self.statistics.save(folder / STATISTICS_FILE)
-        del content["statistics"]  # one copy only: the file of its own that --statistics-path reads too
-        (folder / SETTINGS_FILE).write_text(json.dumps(content, indent=1) + "\n")
-        (folder / TOKENIZER_FILE).write_bytes(self.tokenizer.model_bytes)
+        write_preprocessing(folder, self.to_dict(), self.statistics, self.tokenizer.model_bytes)
 
     @staticmethod
     def load(folder: Path) -> GrootPreprocessor:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from megatron_vla.optimizations.patterns import covers
 from megatron_vla.parallel.parameter_shard import copy_marks, shard_of
 
 Initializer = Callable[[Tensor, torch.Generator], None]
@@ -77,6 +78,17 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     model.to_empty(device=device)
     for name, parameter in model.named_parameters():
         copy_marks(marked[name], parameter)
+
+
+def by_pattern(weight_rules: Sequence[tuple[str, Initializer]]) -> Callable[[str], Initializer]:
+    """Distribution by parameter name: the first rule whose module pattern covers it decides; all biases start at zero."""
+
+    def initializer_of(name: str) -> Initializer:
+        if name.endswith(".bias"):
+            return zeros
+        return next(initializer for pattern, initializer in weight_rules if covers(pattern, name))
+
+    return initializer_of
 
 
 @torch.no_grad()

@@ -68,16 +68,9 @@ _WEIGHT_RULES: tuple[tuple[str, draw.Initializer], ...] = (
 )
 
 
-def initializer_of(name: str) -> draw.Initializer:
-    """Distribution of the first values of parameter `name`; all biases start at zero."""
-    if name.endswith(".bias"):
-        return draw.zeros
-    return next(initializer for pattern, initializer in _WEIGHT_RULES if covers(pattern, name))
-
-
 def initialize(model: nn.Module, seed: int) -> None:
     """Draw all first values from `seed`."""
-    draw.initialize_parameters(model, initializer_of, seed)
+    draw.initialize_parameters(model, draw.by_pattern(_WEIGHT_RULES), seed)
 
 
 def build_module(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from megatron_vla.config.cli import flag_name
 from megatron_vla.config.run import RunConfig
 from megatron_vla.findings import Finding, error
 from megatron_vla.models.common.parallel_check import SplitDimensions, tensor_parallel_findings
+from megatron_vla.models.common.pretrained_check import pretrained_findings
 from megatron_vla.models.groot_n1_7.config import GrootN17Config
 from megatron_vla.models.groot_n1_7.convert import CONVERTER
 from megatron_vla.models.groot_n1_7.samples import mock_prompt_tokens, num_image_tokens
@@ -27,14 +27,7 @@ def check(config: RunConfig) -> list[Finding]:
         findings += _recipe_findings(config)
         findings += tensor_parallel_findings(config.parallel, split_dimensions(config.family))
         findings += _data_findings(config)
-    checkpoint, reinitialize = config.model.pretrained_checkpoint, config.model.pretrained_reinitialize
-    # A path that does not exist is reported with the other paths.
-    if not findings and checkpoint is not None and Path(checkpoint).exists():
-        findings += CONVERTER.check_file(checkpoint, config.family, reinitialize)
-    if reinitialize and checkpoint is None:
-        where = "--pretrained-reinitialize " + " ".join(reinitialize)
-        findings.append(error(where, "no --pretrained-checkpoint is given", "give one, or drop the flag"))
-    return findings
+    return [*findings, *pretrained_findings(config, CONVERTER, can_build=not findings)]
 
 
 def split_dimensions(family: GrootN17Config) -> SplitDimensions:

@@ -15,7 +15,6 @@ from megatron_vla.models.pi05.config import Pi05Config
 from megatron_vla.models.pi05.flops import model_units
 from megatron_vla.models.pi05.model import Pi05Model
 from megatron_vla.models.pi05.stage import Pi05Stage
-from megatron_vla.optimizations.patterns import covers
 from megatron_vla.parallel.stage_plan import ModelUnits, plan_stages
 from megatron_vla.parallel.tensor_parallel import NOT_PARALLEL, TensorParallel, tensor_parallel_of
 
@@ -63,16 +62,9 @@ _WEIGHT_RULES: tuple[tuple[str, draw.Initializer], ...] = (
 )
 
 
-def initializer_of(name: str) -> draw.Initializer:
-    """Distribution of the first values of parameter `name`; all biases start at zero."""
-    if name.endswith(".bias"):
-        return draw.zeros
-    return next(initializer for pattern, initializer in _WEIGHT_RULES if covers(pattern, name))
-
-
 def initialize(model: nn.Module, seed: int) -> None:
     """Draw all first values from `seed`."""
-    draw.initialize_parameters(model, initializer_of, seed)
+    draw.initialize_parameters(model, draw.by_pattern(_WEIGHT_RULES), seed)
 
 
 def build_module(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
+from megatron_vla.config.cli import flag_name
 from megatron_vla.config.run import RunConfig
 from megatron_vla.findings import Finding, error
 from megatron_vla.models.common.parallel_check import SplitDimensions, tensor_parallel_findings
+from megatron_vla.models.common.pretrained_check import pretrained_findings
 from megatron_vla.models.pi05.config import Pi05Config
 from megatron_vla.models.pi05.convert import CONVERTER
 
@@ -39,14 +40,7 @@ def check(config: RunConfig) -> list[Finding]:
     findings = list(_dimension_findings(config.family))
     if not findings:
         findings += tensor_parallel_findings(config.parallel, split_dimensions(config.family))
-    checkpoint, reinitialize = config.model.pretrained_checkpoint, config.model.pretrained_reinitialize
-    # A path that does not exist is reported with the other paths.
-    if not findings and checkpoint is not None and Path(checkpoint).exists():
-        findings += CONVERTER.check_file(checkpoint, config.family, reinitialize)
-    if reinitialize and checkpoint is None:
-        where = "--pretrained-reinitialize " + " ".join(reinitialize)
-        findings.append(error(where, "no --pretrained-checkpoint is given", "give one, or drop the flag"))
-    return findings
+    return [*findings, *pretrained_findings(config, CONVERTER, can_build=not findings)]
 
 
 def split_dimensions(family: Pi05Config) -> SplitDimensions:
@@ -71,8 +65,7 @@ def split_dimensions(family: Pi05Config) -> SplitDimensions:
 def _dimension_findings(family: Pi05Config) -> Iterator[Finding]:
     bad = [name for name in _POSITIVE if getattr(family, name) < 1]
     for name in bad:
-        flag = "--" + name.replace("_", "-")
-        yield error(flag, f"{getattr(family, name)} is not a positive size", f"use {flag} 1 or more")
+        yield error(flag_name(name), f"{getattr(family, name)} is not a positive size", f"use {flag_name(name)} 1 or more")
     if bad:
         return
     for flag, size, divisor_flag, divisor in (
