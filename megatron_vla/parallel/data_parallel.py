@@ -67,7 +67,24 @@ def named_parts(module: nn.Module, owned_part: OwnerRule) -> list[tuple[str, Own
     return [(name, part) for name, part in found if part is not None]
 
 
-class DirectGradients:
+class _WithoutShards:
+    """What a strategy answers whose ranks all hold, and update alike, every parameter that they train."""
+
+    def owned_part(self, parameter: nn.Parameter) -> OwnedPart | None:
+        """Everything."""
+        return whole_part(parameter)
+
+    def publish_parameters(self) -> None:
+        """Nothing to do: every rank has updated everything."""
+
+    def gather_parameters(self) -> None:
+        """Nothing to do: every rank has updated everything."""
+
+    def after_replay(self) -> None:
+        """Nothing to do: what backward's hooks count starts anew with every step."""
+
+
+class DirectGradients(_WithoutShards):
     """One process and one micro-batch per step: nothing to accumulate or reduce, so no gradient buffer.
 
     Backward's own tensors are what the optimizer reads. A buffer would hold the same numbers, for a kernel that zeroes and one
@@ -79,10 +96,6 @@ class DirectGradients:
         self.forward_module: nn.Module = module
         self.norm_scope = norm_scope(groups, sharded=False)
         self._live = [p for p in module.parameters() if p.requires_grad]
-
-    def owned_part(self, parameter: nn.Parameter) -> OwnedPart | None:
-        """Everything."""
-        return whole_part(parameter)
 
     def zero_gradients(self) -> None:
         """Drop the gradients; backward sets them anew."""
@@ -102,15 +115,6 @@ class DirectGradients:
         """One kernel per parameter."""
         _mask_each(self.module, keep)
 
-    def publish_parameters(self) -> None:
-        """Nothing to do."""
-
-    def gather_parameters(self) -> None:
-        """Nothing to do."""
-
-    def after_replay(self) -> None:
-        """Nothing to do."""
-
 
 def _mask_each(module: nn.Module, keep: Tensor) -> None:
     for parameter in module.parameters():
@@ -118,7 +122,7 @@ def _mask_each(module: nn.Module, keep: Tensor) -> None:
             gradient_of(parameter).masked_fill_(~keep, 0.0)
 
 
-class MegatronDataParallel:
+class MegatronDataParallel(_WithoutShards):
     """megatron-core DistributedDataParallel: one contiguous gradient buffer per dtype, reduced in buckets."""
 
     def __init__(self, module: nn.Module, parallel: ParallelConfig, groups: ParallelGroups):
@@ -150,10 +154,6 @@ class MegatronDataParallel:
             groups, sharded=parallel.use_distributed_optimizer, skipped=self._partial.counted_elsewhere
         )
 
-    def owned_part(self, parameter: nn.Parameter) -> OwnedPart | None:
-        """Everything: all data-parallel ranks make the same update."""
-        return whole_part(parameter)
-
     def zero_gradients(self) -> None:
         """Zero the contiguous buffers (one kernel per dtype)."""
         self.wrapped.zero_grad_buffer()
@@ -172,15 +172,6 @@ class MegatronDataParallel:
         for buffer in self.wrapped.buffers:
             buffer.grad_data.masked_fill_(~keep, 0.0)
 
-    def publish_parameters(self) -> None:
-        """Nothing to do: every rank has updated everything."""
-
-    def gather_parameters(self) -> None:
-        """Nothing to do: every rank has updated everything."""
-
-    def after_replay(self) -> None:
-        """Nothing to do: what backward's hooks count starts anew with every step."""
-
 
 def _sum_over_ranks(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Communication hook of torch DDP that sums; its default divides by the number of ranks."""
@@ -192,7 +183,7 @@ def _sum_over_ranks(group: Any, bucket: dist.GradBucket) -> torch.futures.Future
 _sum_over_ranks.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
 
 
-class TorchDataParallel:
+class TorchDataParallel(_WithoutShards):
     """torch DistributedDataParallel with a summing hook."""
 
     def __init__(self, module: nn.Module, parallel: ParallelConfig, groups: ParallelGroups):
@@ -220,10 +211,6 @@ class TorchDataParallel:
         self._partial = PartialSums(named_parts(module, self.owned_part), groups)
         self.norm_scope = norm_scope(groups, sharded=False, skipped=self._partial.counted_elsewhere)
 
-    def owned_part(self, parameter: nn.Parameter) -> OwnedPart | None:
-        """Everything: all data-parallel ranks make the same update."""
-        return whole_part(parameter)
-
     def zero_gradients(self) -> None:
         """Drop the gradients; the first backward sets them anew."""
         self.module.zero_grad(set_to_none=True)
@@ -240,17 +227,8 @@ class TorchDataParallel:
         """One kernel per parameter."""
         _mask_each(self.module, keep)
 
-    def publish_parameters(self) -> None:
-        """Nothing to do: every rank has updated everything."""
 
-    def gather_parameters(self) -> None:
-        """Nothing to do: every rank has updated everything."""
-
-    def after_replay(self) -> None:
-        """Nothing to do: what backward's hooks count starts anew with every step."""
-
-
-class UntrainedStage:
+class UntrainedStage(_WithoutShards):
     """A pipeline stage on which nothing is trained: it computes, and takes part in what all stages do together."""
 
     def __init__(self, module: nn.Module, parallel: ParallelConfig, groups: ParallelGroups):
@@ -276,15 +254,6 @@ class UntrainedStage:
 
     def mask_gradients(self, keep: Tensor) -> None:
         """There are none."""
-
-    def publish_parameters(self) -> None:
-        """Nothing changes."""
-
-    def gather_parameters(self) -> None:
-        """Nothing changes."""
-
-    def after_replay(self) -> None:
-        """Nothing changes."""
 
 
 def _bucket_megabytes(module: nn.Module, parallel: ParallelConfig) -> float:
