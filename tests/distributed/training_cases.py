@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from training_fixtures import tiny_config
 
 from megatron_vla.data.batch import Batch
@@ -52,17 +52,27 @@ def train_with_a_rank_that_burns_random_numbers(rank: int, flags: list[str]) -> 
         return train(rank, flags)
 
 
-def train_with_a_slow_data_build(rank: int, flags: list[str]) -> Ids:
-    """Rank 0 takes longer to build its data than the short collective timeout."""
-    honest = preparation.build_data
+def train_and_watch_the_timeout(rank: int, flags: list[str]) -> list[tuple[str, float | None]]:
+    """(what runs, collective timeout in seconds while it starts, None without a group) of the data build and every step."""
+    honest_build, honest_step = preparation.build_data, EagerRunner.step
+    seen: list[tuple[str, float | None]] = []
+
+    def watch(what: str) -> None:
+        group = dist.group.WORLD
+        seconds = group and group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        seen.append((what, seconds))
 
     def build_data(*arguments: Any) -> DataSupply:
-        if rank == 0:
-            time.sleep(2.5)
-        return honest(*arguments)
+        watch("data build")
+        return honest_build(*arguments)
 
-    with mock.patch.object(preparation, "build_data", build_data):
-        return train(rank, flags)
+    def step(self: EagerRunner, *arguments: Any) -> Any:
+        watch("step")
+        return honest_step(self, *arguments)
+
+    with mock.patch.object(preparation, "build_data", build_data), mock.patch.object(EagerRunner, "step", step):
+        train(rank, flags)
+    return seen
 
 
 def train_until_one_rank_gets_a_signal(rank: int, flags: list[str], signalled_rank: int, step_number: int) -> Ids:

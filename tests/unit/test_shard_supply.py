@@ -195,24 +195,24 @@ def test_a_killed_worker_is_named_and_nothing_hangs(folder: Path) -> None:
 def test_a_disk_that_hangs_is_named_before_anything_times_out(
     folder: Path, monkeypatch: pytest.MonkeyPatch, access: str
 ) -> None:
-    flags = ("--data-access", access, "--num-workers", "1", "--data-stall-timeout-seconds", "2")
+    flags = ("--data-access", access, "--num-workers", "1", "--data-stall-timeout-seconds", "6")
     supply = supply_of(folder, *flags)
     parent = os.getpid()
     delay_decoding(monkeypatch, lambda episode: time.sleep(60 if episode == 2 and os.getpid() != parent else 0))
     started = time.monotonic()
     with pytest.raises(
-        DataStallError, match=r"rank 0: no batch for 2 s .*worker \d: decode of sample \d+ \(episode 2, .*\.mp4"
+        DataStallError, match=r"rank 0: no batch for 6 s .*worker \d: decode of sample \d+ \(episode 2, .*\.mp4"
     ):
         list(supply.iterator(0, 0, 1, 60, False))
     supply.close()
-    assert time.monotonic() - started < 25
+    assert time.monotonic() - started < 50
 
 
 def test_loading_in_the_training_process_is_watched_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("megatron_vla.data.supply.end_all_ranks", said.append)
-    supply = supply_of(folder, "--data-access", "random", "--data-stall-timeout-seconds", "0.4")
-    delay_decoding(monkeypatch, lambda episode: time.sleep(1.5 if not said else 0))
+    supply = supply_of(folder, "--data-access", "random", "--data-stall-timeout-seconds", "1.5")
+    delay_decoding(monkeypatch, lambda episode: time.sleep(4 if not said else 0))
     next(supply.iterator(0, 0, 1, 1, False))
     assert len(said) == 1 and "training process: decode of sample" in said[0] and ".mp4" in said[0]
 
