@@ -1,6 +1,6 @@
 """Worker side of data supply: one sample, its draws, one micro-batch, and errors that say which sample.
 
-Shape legend: as data/batch.py; M samples of a piece.
+Shape legend: as data/batch.py; M samples of a piece, n samples of a block (of one episode, decoded together).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from megatron_vla.data.sampler import MicroBatchSampler
 from megatron_vla.data.watch import DataWatch, Stage, StageTimes, StatusBoard
 
 if TYPE_CHECKING:
-    from megatron_vla.data.dataset import RobotDataset
+    from megatron_vla.data.dataset import RawBlock, RobotDataset
 
 # Random draws of one training sample as arrays, by (seed, epoch, sample index).
 Draws = Callable[[int, int, int], dict[str, Any]]
@@ -35,6 +35,7 @@ Change = Callable[[dict[str, Any], int, int], dict[str, Any]]
 PromptPadding = Literal["max", "longest", "bucket"]
 # Frames decoded in a row per camera: bounds the raw pictures in memory, and long enough that switching files costs nothing.
 CHUNK_FRAMES = 32
+IMAGES_FIELD = "images_BVCHW"
 AUGMENTATION_FIELD = "augmentation_BVP"  # parameters that travel with a sample when the device augments
 
 
@@ -87,11 +88,33 @@ class SizedPreprocessor(SamplePreprocessor, Protocol):
         ...
 
 
+@runtime_checkable
+class BlockPreprocessor(SamplePreprocessor, Protocol):
+    """One that makes several samples of an episode at a time, bit-equal to one by one."""
+
+    def room(self, num_samples: int, memory: np.ndarray | None = None) -> np.ndarray:
+        """Memory for the pictures of n samples: `memory` where it fits, else new."""
+        ...
+
+    def camera_room(self, images_nVCSS: np.ndarray) -> dict[str, np.ndarray]:
+        """Camera -> part of that memory that its pictures may be decoded to."""
+        ...
+
+    def block(self, raw: RawBlock, epoch: int, images_nVCSS: np.ndarray) -> dict[str, np.ndarray]:
+        """Arrays with a dimension of samples in front; pictures in `images_nVCSS`."""
+        ...
+
+
 class EpisodeSource(SampleSource, Protocol):
     """Samples that come out of episodes."""
 
-    def in_storage_order(self, index_M: np.ndarray, epoch: int) -> Iterator[dict[str, Any]]:
-        """Samples with ascending numbers, decoding forward only."""
+    def in_storage_order(
+        self, index_M: np.ndarray, epoch: int, room: Mapping[str, np.ndarray]
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Samples with ascending numbers in blocks: arrays with a dimension of samples in front, decoding forward only.
+
+        room: name -> memory for all M samples, which the arrays of a block may be made in.
+        """
         ...
 
 
@@ -111,6 +134,7 @@ class RobotSource:
     ) -> None:
         self.dataset = dataset
         self.preprocessor = preprocessor
+        self._blocks = preprocessor if isinstance(preprocessor, BlockPreprocessor) else None
         self.rows = rows if locators is None else None
         self.locators = locators
         self._times = StageTimes()
@@ -132,10 +156,15 @@ class RobotSource:
 
     def __call__(self, index: int, epoch: int) -> dict[str, Any]:
         """Raises SampleError naming sample, episode and frame; the cause's own text names file or camera."""
+        row = self._row(index)
+        if self._blocks is not None:
+            index_n, row_n = np.array([index]), np.array([row])
+            block = self._block(self._blocks, index_n, row_n, self.dataset.table_row(row), True, epoch, None)
+            return {name: array[0] for name, array in block.items()}
         try:
             self._note("decode", index)
             start = time.perf_counter()
-            raw = self.dataset[self._row(index)]
+            raw = self.dataset[row]
             self._count_reading(time.perf_counter() - start, len(self.dataset.cameras))
             return self._preprocessed(index, raw, epoch)
         except Exception as problem:
@@ -151,20 +180,71 @@ class RobotSource:
         except Exception as problem:
             raise SampleError(f"{self.where(index)}: {type(problem).__name__}: {problem}") from problem
 
-    def in_storage_order(self, index_M: np.ndarray, epoch: int) -> Iterator[dict[str, Any]]:
-        """Samples with ascending numbers: every camera of every episode is decoded in one forward pass. Raises SampleError."""
+    def in_storage_order(
+        self, index_M: np.ndarray, epoch: int, room: Mapping[str, np.ndarray]
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Every camera of every episode is decoded in one forward pass. Raises SampleError."""
         assert self.locators is not None, "only built with --data-access decode_once"
-        episode_M = self.locators.locators_N2[index_M, 0]
+        episode_M, row_M = self.locators.dataset_rows(index_M)
         start = 0
         while start < len(index_M):
             stop = start + int(np.argmin(np.append(episode_M[start : start + CHUNK_FRAMES] == episode_M[start], False)))
-            visit_start = start == 0 or episode_M[start] != episode_M[start - 1]
-            yield from self._chunk(index_M[start:stop].tolist(), int(episode_M[start]), bool(visit_start), epoch)
+            visit_start = start == 0 or bool(episode_M[start] != episode_M[start - 1])
+            here, episode = slice(start, stop), int(episode_M[start])
+            if self._blocks is not None:
+                memory = room.get(IMAGES_FIELD)
+                pictures = None if memory is None else memory[here]
+                yield self._block(self._blocks, index_M[here], row_M[here], episode, visit_start, epoch, pictures)
+            else:
+                for arrays in self._chunk(index_M[here].tolist(), row_M[here].tolist(), episode, visit_start, epoch):
+                    yield {name: np.asarray(value)[None] for name, value in arrays.items()}
             start = stop
 
-    def _chunk(self, indices: list[int], episode: int, visit_start: bool, epoch: int) -> Iterator[dict[str, Any]]:
+    def _block(
+        self,
+        preprocessor: BlockPreprocessor,
+        index_n: np.ndarray,
+        row_n: np.ndarray,
+        episode: int,
+        visit_start: bool,
+        epoch: int,
+        memory: np.ndarray | None,
+    ) -> dict[str, np.ndarray]:
+        """Samples of one episode, their pictures in `memory` where it fits."""
+        first = int(index_n[0])
+        images_nVCSS = preprocessor.room(len(index_n), memory)
+        try:
+            self._note("decode", first)
+            start = time.perf_counter()
+            raw = self.dataset.block(episode, row_n, preprocessor.camera_room(images_nVCSS))
+            self._count_reading(time.perf_counter() - start, len(self.dataset.cameras) * visit_start)
+        except Exception as problem:
+            raise SampleError(f"{self.where(first)}: {type(problem).__name__}: {problem}") from problem
+        self._note("transform", first)
+        start, cut_before = time.perf_counter(), preprocessor.num_truncated_prompts
+        try:
+            arrays = preprocessor.block(raw, epoch, images_nVCSS)
+        except Exception as problem:
+            index = self._first_failing(preprocessor, raw, index_n, epoch)
+            raise SampleError(f"{self.where(index)}: {type(problem).__name__}: {problem}") from problem
+        cut, seconds = preprocessor.num_truncated_prompts - cut_before, time.perf_counter() - start
+        self._times.add(StageTimes(num_samples=len(index_n), transform_seconds=seconds, num_truncated_prompts=cut))
+        return arrays
+
+    def _first_failing(self, preprocessor: BlockPreprocessor, raw: RawBlock, index_n: np.ndarray, epoch: int) -> int:
+        """Number of the sample that makes a block fail."""
+        for place, index in enumerate(index_n.tolist()):
+            try:
+                preprocessor.block(raw.one(place), epoch, preprocessor.room(1))
+            except Exception:  # whatever it is, the caller raises the block's own error with this sample's name
+                return int(index)
+        return int(index_n[0])
+
+    def _chunk(
+        self, indices: list[int], rows: list[int], episode: int, visit_start: bool, epoch: int
+    ) -> Iterator[dict[str, Any]]:
         """Samples of one episode, close enough together to hold their pictures at once."""
-        dataset, rows = self.dataset, [self._row(index) for index in indices]
+        dataset = self.dataset
         try:
             self._note("decode", indices[0])
             start = time.perf_counter()
@@ -256,21 +336,35 @@ class DrawnSamples(Dataset[tuple[dict[str, Any], StageTimes]]):
         self.board.note("idle")
         return arrays, self.take_times()
 
-    def in_storage_order(self, index_M: np.ndarray, epoch: int) -> Iterator[dict[str, Any]]:
-        """The same arrays as one by one, for ascending sample numbers, decoding forward only. Raises SampleError."""
+    def in_storage_order(
+        self, index_M: np.ndarray, epoch: int, room: Mapping[str, np.ndarray]
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """The same arrays as one by one, in the blocks of `EpisodeSource.in_storage_order`. Raises SampleError."""
         source = cast(EpisodeSource, self.source)  # decode_once is refused for sources without episodes
-        for arrays in source.in_storage_order(index_M, epoch):
-            yield self._drawn(arrays, epoch)
+        # Arrays that change are not made where they are to stay.
+        changes = self.change is not None or (self.augmentation is not None and self.augment_here)
+        for block in source.in_storage_order(index_M, epoch, {} if changes else room):
+            samples = ({name: array[place] for name, array in block.items()} for place in range(len(block["sample_index_B"])))
+            if changes:
+                for arrays in samples:
+                    yield {name: np.asarray(value)[None] for name, value in self._drawn(arrays, epoch).items()}
+            else:
+                added = [self._additions(arrays, epoch) for arrays in samples]
+                yield block | {name: np.stack([arrays[name] for arrays in added]) for name in added[0]}
+
+    def _additions(self, arrays: dict[str, Any], epoch: int) -> dict[str, Any]:
+        """Draws of one sample, and parameters of augmentation where the device does it."""
+        # Keyed by the dataset index, which stays the same when other samples are left out.
+        added = self.draws(self.seed, epoch, int(arrays["sample_index_B"]))
+        if self.augmentation is None or self.augment_here:
+            return added
+        return {**added, AUGMENTATION_FIELD: self.augmentation.parameters(arrays, epoch)}
 
     def _drawn(self, arrays: dict[str, Any], epoch: int) -> dict[str, Any]:
-        # Draws are keyed by the dataset index, which stays the same when other samples are left out.
-        index = int(arrays["sample_index_B"])
-        drawn = {**arrays, **self.draws(self.seed, epoch, index)}
+        drawn = {**arrays, **self._additions(arrays, epoch)}
         drawn = drawn if self.change is None else self.change(drawn, self.seed, epoch)
-        if self.augmentation is None:
+        if self.augmentation is None or not self.augment_here:
             return drawn
-        if not self.augment_here:
-            return {**drawn, AUGMENTATION_FIELD: self.augmentation.parameters(arrays, epoch)}
         start = time.perf_counter()
         drawn = self.augmentation.apply_to_sample(drawn, epoch)
         self._augment_seconds += time.perf_counter() - start

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_vla.data.loader import DrawnSamples, SampleError
-from megatron_vla.data.shard_cache import PieceJob, SampleLayout, Slot, build_piece
+from megatron_vla.data.shard_cache import PieceJob, SampleLayout, Slot, build_piece, storage_rows
 from megatron_vla.data.shard_order import LaneOrder
 from megatron_vla.data.watch import POLL_SECONDS, DataWatch, StageTimes
 
@@ -203,6 +203,7 @@ class ShardReader:
         self._jobs = self._schedule()
         self._submitted: deque[PieceJob] = deque()
         self._open: dict[int, PieceJob] = {}  # lane -> piece that is read
+        self._row_of_place: dict[int, list[int]] = {}  # lane -> where in the slot the samples of the piece's places are
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], StageTimes]]:
         for position_P in self._sampler.positions():
@@ -241,6 +242,7 @@ class ShardReader:
         job = self._submitted.popleft()
         assert (job.epoch, job.piece) == key, "reader and schedule walk the same positions"
         self._open[lane] = job
+        self._row_of_place[lane] = storage_rows(job, self._order)[1].tolist()
         return self._builder.wait(job)
 
     def _read(self, position_P: np.ndarray) -> tuple[dict[str, Tensor], StageTimes]:
@@ -256,7 +258,7 @@ class ShardReader:
                 times.add(self._enter(lane, key))
             targets, rows = pending.setdefault(lane, ([], []))
             targets.append(target)
-            rows.append(place - self._open[lane].first_place)
+            rows.append(self._row_of_place[lane][place - self._open[lane].first_place])
         for lane, run in pending.items():
             copy_seconds += self._copy(run, lane, arrays, len(position_P))
         times.add(StageTimes(copy_seconds=copy_seconds))

@@ -7,7 +7,7 @@ Shape legend: D state dimensions, L prompt slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -128,13 +128,14 @@ def prompt_ids(tokenizer: Tokenizer, instruction: str, state_D: np.ndarray | Non
     return [tokenizer.bos_id, *tokenizer.encode(clean_instruction(instruction)), *tokenizer.encode("\n")]
 
 
-def pad_prompt(ids: list[int], max_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(int64 ids [L] right-padded with 0 or cut on the right, bool [L] validity)."""
-    kept = ids[:max_length]
+def pad_prompts(prompts: Sequence[list[int]], max_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(int64 ids [n, L] right-padded with 0 or cut on the right, bool [n, L] validity)."""
     # Right padding: positions of real tokens do not depend on the batch.
-    tokens_L = np.full(max_length, PAD_ID, dtype=np.int64)
-    tokens_L[: len(kept)] = kept
-    return tokens_L, np.arange(max_length) < len(kept)
+    tokens_nL = np.full((len(prompts), max_length), PAD_ID, dtype=np.int64)
+    length_n = np.array([min(len(ids), max_length) for ids in prompts])
+    for tokens_L, ids in zip(tokens_nL, prompts, strict=True):
+        tokens_L[: len(ids)] = ids[:max_length]
+    return tokens_nL, np.arange(max_length) < length_n[:, None]
 
 
 def worst_case_state(tokenizer: Tokenizer, state_dim: int) -> np.ndarray:

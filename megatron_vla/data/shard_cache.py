@@ -3,7 +3,7 @@
 A slot is memory shared with forked workers, without a name in any file system: it cannot be left behind, and the size limit of
 /dev/shm does not hold for it.
 
-Shape legend: as data/batch.py; M samples that fit into a slot.
+Shape legend: as data/batch.py; M samples of a slot.
 """
 
 from __future__ import annotations
@@ -71,13 +71,29 @@ class PieceJob:
     slot: int
 
 
-def build_piece(job: PieceJob, order: LaneOrder, samples: DrawnSamples, slot: Slot) -> StageTimes:
-    """Decode the samples of a piece in storage order and put each where it will be read. Raises SampleError."""
+def storage_rows(job: PieceJob, order: LaneOrder) -> tuple[np.ndarray, np.ndarray]:
+    """(sample numbers of the job in storage order, as its slot holds them; row in the slot of each place): int64 [M]."""
     wanted_M = order.piece_samples(job.epoch, job.piece)[job.first_place :]
     place_M = np.argsort(wanted_M, kind="stable")
+    row_M = np.empty_like(place_M)
+    row_M[place_M] = np.arange(len(place_M))
+    return wanted_M[place_M], row_M
+
+
+def build_piece(job: PieceJob, order: LaneOrder, samples: DrawnSamples, slot: Slot) -> StageTimes:
+    """Decode the samples of a piece in storage order, straight into the slot where possible. Raises SampleError."""
     # Storage order: every camera of every episode is decoded in one forward pass.
-    for place, arrays in zip(place_M.tolist(), samples.in_storage_order(wanted_M[place_M], job.epoch), strict=True):
-        for name, value in arrays.items():
-            slot.arrays[name][place] = value
+    index_M, _ = storage_rows(job, order)
+    room = {name: array[: len(index_M)] for name, array in slot.arrays.items()}
+    start = 0
+    for block in samples.in_storage_order(
+        index_M, job.epoch, {name: array[: len(index_M)] for name, array in slot.arrays.items()}
+    ):
+        stop = start + len(block["sample_index_B"])
+        for name, array in block.items():
+            stored = room[name][start:stop]
+            if not np.may_share_memory(stored, array):
+                stored[...] = array
+        start = stop
     samples.board.note("idle")
     return samples.take_times()

@@ -77,9 +77,9 @@ def delay_decoding(monkeypatch: pytest.MonkeyPatch, wait: Callable[[int], None])
     """Call `wait(episode row)` before frames are decoded, in this process and in workers forked later."""
     frames = FrameSource.frames
 
-    def slow(self: FrameSource, camera: str, episode: int, frame_indices: Any) -> np.ndarray:
+    def slow(self: FrameSource, camera: str, episode: int, *arguments: Any) -> np.ndarray:
         wait(episode)
-        return frames(self, camera, episode, frame_indices)
+        return frames(self, camera, episode, *arguments)
 
     monkeypatch.setattr(FrameSource, "frames", slow)
 
@@ -115,11 +115,11 @@ def test_each_episode_and_camera_is_decoded_once_per_visit(folder: Path, monkeyp
     passes: list[tuple[str, int, int]] = []
     frames = FrameSource.frames
 
-    def counted(self: FrameSource, camera: str, episode: int, frame_indices: Any) -> np.ndarray:
+    def counted(self: FrameSource, camera: str, episode: int, frame_indices: Any, *more: Any) -> np.ndarray:
         assert list(frame_indices) == sorted(frame_indices)
         asked.update((camera, episode, int(frame)) for frame in frame_indices)
         passes.append((camera, episode, int(frame_indices[0])))
-        return frames(self, camera, episode, frame_indices)
+        return frames(self, camera, episode, frame_indices, *more)
 
     supply = supply_of(folder, "--prefetch-shards", "0")
     stream = supply.iterator(0, 0, 1, TOTAL // 4 + 1, False)  # the iterator's first step looks at one sample
