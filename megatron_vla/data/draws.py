@@ -9,6 +9,7 @@ Shape legend: T action horizon, A padded action dimensions, V views, P augmentat
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,15 +36,35 @@ def sample_generator(seed: int, stream: int, epoch: int, sample_index: int) -> n
     return np.random.Generator(np.random.Philox(key=[seed & UINT64, stream], counter=[0, 0, epoch, sample_index]))
 
 
+class _Restarted(threading.local):
+    """A generator per thread that is set to where a new one would start: making one reads entropy nobody needs."""
+
+    def __init__(self) -> None:
+        self._bits = np.random.Philox(0)
+        self._generator = np.random.Generator(self._bits)
+        self._start: Any = self._bits.state
+
+    def generator(self, seed: int, stream: int, epoch: int, sample_index: int) -> np.random.Generator:
+        """As `sample_generator`, good until the next call in this thread."""
+        key, counter = [seed & UINT64, stream], [0, 0, epoch, sample_index]
+        place = {"counter": np.array(counter, dtype=np.uint64), "key": np.array(key, dtype=np.uint64)}
+        self._bits.state = {**self._start, "state": place}
+        return self._generator
+
+
+_restarted = _Restarted()
+
+
 def flow_draws(seed: int, epoch: int, sample_index: int, horizon: int, dim: int) -> tuple[np.ndarray, np.float32]:
     """(noise float32 [T, A] ~ N(0, 1), flow time float32 in (0, 1], 1 = noise).
 
     Time: tau ~ Beta(1.5, 1) by its inverse CDF u^(2/3), then t = 0.999 tau + 0.001 (Pi0, arXiv:2410.24164; openpi).
     """
     # Drawn in padded dimensions too: released weights were trained with noise there.
-    noise_TA = sample_generator(seed, NOISE_STREAM, epoch, sample_index).standard_normal((horizon, dim), dtype=np.float32)
+    generator = _restarted.generator
+    noise_TA = generator(seed, NOISE_STREAM, epoch, sample_index).standard_normal((horizon, dim), dtype=np.float32)
     # A stream of its own, so that another horizon does not change the times.
-    uniform = sample_generator(seed, TIME_STREAM, epoch, sample_index).random()
+    uniform = generator(seed, TIME_STREAM, epoch, sample_index).random()
     return noise_TA, np.float32(0.999 * uniform ** (2.0 / 3.0) + 0.001)
 
 

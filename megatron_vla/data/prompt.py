@@ -32,7 +32,7 @@ def clean_instruction(instruction: str) -> str:
 
 def state_prompt(instruction: str, state_D: np.ndarray) -> str:
     """The prompt with the discretized state; ends with one space."""
-    bins = " ".join(str(value) for value in discretize_state(state_D))
+    bins = " ".join(map(str, discretize_state(state_D).tolist()))
     return f"Task: {clean_instruction(instruction)}, State: {bins};\nAction: "
 
 

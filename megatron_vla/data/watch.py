@@ -52,7 +52,7 @@ class StageTimes:
 
     def add(self, other: StageTimes) -> None:
         """Sum up."""
-        for name in (f.name for f in dataclasses.fields(self)):
+        for name in _TIME_FIELDS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def metrics(self) -> dict[str, float]:
@@ -73,6 +73,9 @@ class StageTimes:
             "data_decoded_frames_per_sample": self.num_decoded_frames / samples,
             **metadata,
         }
+
+
+_TIME_FIELDS = tuple(field.name for field in dataclasses.fields(StageTimes))
 
 
 class StatusBoard:
