@@ -33,22 +33,27 @@ MAX_ROTATION_DEGREES = 5.0
 
 def sample_generator(seed: int, stream: int, epoch: int, sample_index: int) -> np.random.Generator:
     """Generator that belongs to one (seed, stream, epoch, sample)."""
-    return np.random.Generator(np.random.Philox(key=[seed & UINT64, stream], counter=[0, 0, epoch, sample_index]))
+    return np.random.Generator(np.random.Philox(**_place(seed, stream, epoch, sample_index)))
+
+
+def _place(seed: int, stream: int, epoch: int, sample_index: int) -> dict[str, Any]:
+    """Philox's key and counter."""
+    # As uint64: numpy takes lists of large numbers for floats.
+    words = {"key": [seed & UINT64, stream], "counter": [0, 0, epoch, sample_index]}
+    return {name: np.array(values, dtype=np.uint64) for name, values in words.items()}
 
 
 class _Restarted(threading.local):
     """A generator per thread that is set to where a new one would start: making one reads entropy nobody needs."""
 
     def __init__(self) -> None:
-        self._bits = np.random.Philox(0)
+        self._bits: Any = np.random.Philox(0)
         self._generator = np.random.Generator(self._bits)
-        self._start: Any = self._bits.state
+        self._start = self._bits.state
 
     def generator(self, seed: int, stream: int, epoch: int, sample_index: int) -> np.random.Generator:
         """As `sample_generator`, good until the next call in this thread."""
-        key, counter = [seed & UINT64, stream], [0, 0, epoch, sample_index]
-        place = {"counter": np.array(counter, dtype=np.uint64), "key": np.array(key, dtype=np.uint64)}
-        self._bits.state = {**self._start, "state": place}
+        self._bits.state = {**self._start, "state": _place(seed, stream, epoch, sample_index)}
         return self._generator
 
 

@@ -24,6 +24,7 @@ from megatron_vla.config.run import parse_args
 from megatron_vla.data.batch import Batch
 from megatron_vla.data.build import build_data
 from megatron_vla.data.frame_source import FrameSource
+from megatron_vla.data.lerobot_writer import LeRobotWriter
 from megatron_vla.data.loader import SampleError
 from megatron_vla.data.shard_order import ShardOrder
 from megatron_vla.data.supply import DataSupply
@@ -108,6 +109,47 @@ def test_shards_ahead_or_none_and_random_access_give_bit_equal_batches(folder: P
             assert np.array_equal(arrays["noise_BTA"], batch.noise_BTA[place].numpy())
     assert sorted(keys_of(inline)[:TOTAL]) == [(0, index) for index in range(TOTAL)]
     assert_equal([supply.first_batch()], inline[:1])
+
+
+@pytest.fixture(scope="module")
+def square(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures that have the model's size already, with values that no picture shares with another."""
+    folder = tmp_path_factory.mktemp("square")
+    features: dict[str, Any] = {key: {"dtype": "video", "shape": (56, 56, 3)} for key in CAMERAS}
+    features |= {key: {"dtype": "float32", "shape": (7,)} for key in ("observation.state", "action")}
+    writer = LeRobotWriter(folder / "data", fps=30, features=features, video_codec="h264", gop=2)
+    for episode, length in enumerate(LENGTHS):
+        walk_TD = np.cumsum(np.random.default_rng(episode).normal(size=(length, 7)), axis=0).astype(np.float32)
+        columns = {"observation.state": walk_TD, "action": walk_TD + np.float32(0.1)}
+        noise = [np.random.default_rng([episode, camera]).integers(0, 256, (length, 56, 56, 3), np.uint8) for camera in (0, 1)]
+        writer.add_episode(columns, dict(zip(CAMERAS, noise, strict=True)), f"task {episode}")
+    writer.finalize()
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("ahead", [("--prefetch-shards", "0"), AHEAD], ids=["here", "ahead"])
+def test_pictures_decoded_to_their_place_are_the_interleaved_ones(square: Path, ahead: tuple[str, ...]) -> None:
+    supply = supply_of(square, "--image-size", "56", *ahead)
+    dataset = supply.source.dataset  # type: ignore[attr-defined]
+    batches = batches_of(supply, TOTAL // 4)
+    assert len({index for _, index in keys_of(batches)}) == TOTAL - TOTAL % 4
+    for batch in batches:
+        for place, (_, index) in enumerate(keys_of([batch])):
+            raw = dataset[index]
+            for view, camera in enumerate(CAMERAS):
+                expected_CHW = raw.images[camera].transpose(2, 0, 1)
+                assert np.array_equal(batch.images_BVCHW[place, view].numpy(), expected_CHW), (index, camera)
+
+
+def test_N04_a_bad_value_names_its_sample_among_those_decoded_with_it(folder: Path) -> None:
+    supply = supply_of(folder, "--prefetch-shards", "0")
+    supply.source.dataset.actions_ND[LENGTHS[0] + 9] = np.nan  # type: ignore[attr-defined]
+    # Chunks have 4 steps: frame 6 is the first that reads frame 9.
+    first = LENGTHS[0] + 6
+    with pytest.raises(SampleError, match=rf"^sample {first} \(episode 1, frame 6, .*ValueError: action has NaN or Inf"):
+        list(supply.source.in_storage_order(np.arange(TOTAL), 0, {}))  # type: ignore[attr-defined]
+    supply.close()
 
 
 def test_each_episode_and_camera_is_decoded_once_per_visit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
