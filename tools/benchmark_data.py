@@ -7,6 +7,10 @@ second and core, whatever else the machine does. `lerobot_pattern` is LeRobot's 
 shuffled index; per sample one row, the rows of its action chunk, and one frame per camera by timestamp out of a cached decoder;
 float pictures), not its package. It delivers raw pictures and columns; the other two deliver finished training samples of the
 same picture size (normalized, tokenized, with noise).
+
+torchcodec needs FFmpeg's shared libraries (libavcodec.so.62 and so on). Where the system has none, this tool lends it those
+of PyAV's wheel: a folder of links with the plain names, and that folder and site-packages/av.libs in LD_LIBRARY_PATH. The
+torchcodec must know PyAV's FFmpeg then (torchcodec 0.13 and av 18: FFmpeg 8); else it is reported as not run, with the reason.
 """
 
 from __future__ import annotations
@@ -246,11 +250,28 @@ def main() -> None:
                 _write(arguments, results)
 
 
+def _library_path(folder: Path) -> str:
+    """LD_LIBRARY_PATH with which torchcodec finds FFmpeg: as it is, then PyAV's own libraries by their plain names."""
+    import av
+
+    bundled = Path(av.__file__).resolve().parents[1] / "av.libs"
+    folder.mkdir(parents=True, exist_ok=True)
+    for library in sorted(bundled.glob("lib*.so.*")):
+        # libavcodec-5e6b81c2.so.62.28.102 -> libavcodec.so.62
+        stem, _, number = library.name.partition(".so.")
+        link = folder / f"{stem.rsplit('-', 1)[0]}.so.{number.split('.')[0]}"
+        if link.name.startswith(("libav", "libsw")) and not link.is_symlink():
+            link.symlink_to(library)
+    return ":".join(filter(None, [os.environ.get("LD_LIBRARY_PATH"), str(folder), str(bundled)]))
+
+
 def _measured(root: Path, codec: str, gop: int, arguments: argparse.Namespace) -> dict[str, Any]:
     rungs = []
     for variant in VARIANTS:
         command = [sys.executable, __file__, "--variant", variant, "--dataset", str(root), "--samples", str(arguments.samples)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if variant.endswith("torchcodec"):
+            environment["LD_LIBRARY_PATH"] = _library_path(root.parents[1] / "ffmpeg")
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode == 0:
             rungs.append(json.loads(done.stdout.strip().splitlines()[-1]))
