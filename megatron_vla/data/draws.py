@@ -49,11 +49,15 @@ class _Restarted(threading.local):
     def __init__(self) -> None:
         self._bits: Any = np.random.Philox(0)
         self._generator = np.random.Generator(self._bits)
-        self._start = self._bits.state
+        # Setting the state copies these two, so they are written over each time.
+        self._words = _place(0, 0, 0, 0)
+        self._state = {**self._bits.state, "state": self._words}
 
     def generator(self, seed: int, stream: int, epoch: int, sample_index: int) -> np.random.Generator:
         """As `sample_generator`, good until the next call in this thread."""
-        self._bits.state = {**self._start, "state": _place(seed, stream, epoch, sample_index)}
+        key, counter = self._words["key"], self._words["counter"]
+        key[0], key[1], counter[2], counter[3] = seed & UINT64, stream, epoch, sample_index
+        self._bits.state = self._state
         return self._generator
 
 

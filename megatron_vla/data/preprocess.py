@@ -21,7 +21,7 @@ from megatron_vla.data.cameras import CameraMap
 from megatron_vla.data.image import ImageResize, empty_image, write_view
 from megatron_vla.data.normalization import Normalization, NormalizationVariant
 from megatron_vla.data.packing import SampleSize
-from megatron_vla.data.prompt import SentencePieceTokenizer, pad_prompts, prompt_ids
+from megatron_vla.data.prompt import SentencePieceTokenizer, pad_prompts, prompts_ids
 from megatron_vla.data.statistics import Statistics
 from megatron_vla.data.transforms import absolute_to_delta, action_loss_mask, delta_to_absolute, pad_last_dim
 
@@ -170,7 +170,10 @@ class Preprocessor:
 
     def prompt_token_ids(self, instruction: str, normalized_state_D: np.ndarray) -> list[int]:
         """Ids of the whole prompt, neither cut nor padded."""
-        return prompt_ids(self.tokenizer, instruction, normalized_state_D if self.settings.prompt_state else None)
+        return self._prompts_ids([instruction], normalized_state_D[None])[0]
+
+    def _prompts_ids(self, instructions: Sequence[str], normalized_state_nD: np.ndarray) -> list[list[int]]:
+        return prompts_ids(self.tokenizer, instructions, normalized_state_nD if self.settings.prompt_state else None)
 
     def size_of(self, instruction: str, state_D: np.ndarray) -> SampleSize:
         """Images and prompt tokens of the sample that these make; reads no picture."""
@@ -181,7 +184,7 @@ class Preprocessor:
     def _tokenize(self, instructions: Sequence[str], normalized_state_nD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(int64 [n, L], bool [n, L]) of prompts. One that does not fit is cut, or raises ValueError (--prompt-overflow)."""
         settings = self.settings
-        prompts = [self.prompt_token_ids(*pair) for pair in zip(instructions, normalized_state_nD, strict=True)]
+        prompts = self._prompts_ids(instructions, normalized_state_nD)
         for ids, instruction in zip(prompts, instructions, strict=True):
             if len(ids) > settings.max_prompt_length and settings.prompt_overflow == "error":
                 raise ValueError(

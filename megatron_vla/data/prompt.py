@@ -32,8 +32,11 @@ def clean_instruction(instruction: str) -> str:
 
 def state_prompt(instruction: str, state_D: np.ndarray) -> str:
     """The prompt with the discretized state; ends with one space."""
-    bins = " ".join(map(str, discretize_state(state_D).tolist()))
-    return f"Task: {clean_instruction(instruction)}, State: {bins};\nAction: "
+    return _binned_prompt(instruction, discretize_state(state_D).tolist())
+
+
+def _binned_prompt(instruction: str, bins: Iterable[int]) -> str:
+    return f"Task: {clean_instruction(instruction)}, State: {' '.join(map(str, bins))};\nAction: "
 
 
 class Tokenizer(Protocol):
@@ -122,10 +125,18 @@ def prompt_ids(tokenizer: Tokenizer, instruction: str, state_D: np.ndarray | Non
 
     `state_D` normalized: state in the prompt; None: task text, then a newline encoded on its own.
     """
-    if state_D is not None:
-        return [tokenizer.bos_id, *tokenizer.encode(state_prompt(instruction, state_D))]
-    # Encoded apart: in one string the newline could merge with the text's last token.
-    return [tokenizer.bos_id, *tokenizer.encode(clean_instruction(instruction)), *tokenizer.encode("\n")]
+    return prompts_ids(tokenizer, [instruction], None if state_D is None else state_D[None])[0]
+
+
+def prompts_ids(tokenizer: Tokenizer, instructions: Sequence[str], state_nD: np.ndarray | None) -> list[list[int]]:
+    """`prompt_ids` of n samples."""
+    if state_nD is None:
+        # Encoded apart: in one string the newline could merge with the text's last token.
+        return [
+            [tokenizer.bos_id, *tokenizer.encode(clean_instruction(text)), *tokenizer.encode("\n")] for text in instructions
+        ]
+    prompts = map(_binned_prompt, instructions, discretize_state(state_nD).tolist())
+    return [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in prompts]
 
 
 def pad_prompts(prompts: Sequence[list[int]], max_length: int) -> tuple[np.ndarray, np.ndarray]:

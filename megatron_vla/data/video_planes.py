@@ -35,8 +35,9 @@ class FrameWriter:
             out_HWC[...] = self._rgb_HWC(frame)
             return
         planes = self._planes.reformat(frame, format="gbrp", threads=1).planes
+        out_CHW = out_HWC.transpose(2, 0, 1)
         for colour, plane in enumerate(PLANE_OF_COLOUR):
-            out_HWC[..., colour] = _rows(planes[plane], 1)
+            out_CHW[colour] = _rows(planes[plane], 1)
 
     def _exact(self, frame: Any) -> bool:
         """Whether both converters agree, asked once: on this frame and on noise of its kind."""
