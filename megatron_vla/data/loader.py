@@ -21,7 +21,7 @@ from megatron_vla.data.pack_sampler import PackSampler
 from megatron_vla.data.packed_batch import PackedBatch, pack_samples
 from megatron_vla.data.packing import PackLimits, SampleSize
 from megatron_vla.data.sampler import MicroBatchSampler
-from megatron_vla.data.watch import DataWatch, Stage, StageTimes, StatusBoard
+from megatron_vla.data.watch import DataWatch, Stage, StageTimes, StatusBoard, end_processes
 
 if TYPE_CHECKING:
     from megatron_vla.data.dataset import RawBlock, RobotDataset
@@ -545,3 +545,5 @@ def load_micro_batches(
         # then wait for each other's queues. torch has no public way to stop them.
         if num_workers:
             micro_batches._shutdown_workers()
+            # It asks them to end; one that is stopped or waits for a disk does not, and the exit would wait for it.
+            end_processes(micro_batches._workers, 0.0)

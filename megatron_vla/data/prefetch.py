@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_vla.data.loader import DrawnSamples, SampleError
 from megatron_vla.data.shard_cache import PieceJob, SampleLayout, Slots, build_piece, storage_rows
 from megatron_vla.data.shard_order import LaneOrder
-from megatron_vla.data.watch import POLL_SECONDS, DataWatch, StageTimes
+from megatron_vla.data.watch import POLL_SECONDS, DataWatch, StageTimes, end_processes
 
 ORPHAN_CHECK_SECONDS = 2.0
 STOP_SECONDS = 5.0
@@ -179,14 +179,7 @@ class WorkerBuilder:
     def close(self) -> None:
         """See `PieceBuilder`. A worker that is stuck in a read is killed."""
         self._stopped.set()
-        for process in self._processes:
-            process.terminate()
-        deadline = time.monotonic() + STOP_SECONDS
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join(1.0)
+        end_processes(self._processes, STOP_SECONDS)
         for link in self._links:
             link.close()
         self._watch.worker_pids = []

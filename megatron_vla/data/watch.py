@@ -7,10 +7,11 @@ when the worker itself no longer answers.
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing.process
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -135,9 +136,10 @@ class DataWatch:
     def stalled(self, seconds: float) -> DataStallError:
         """The error of a batch that did not come for `seconds`."""
         busy = [self.describe(place) for place, *_ in self.board.busy()]
+        stuck = [f"worker {worker} (pid {pid}) {what}" for worker, pid, what in stuck_processes(self.worker_pids)]
         return DataStallError(
             f"rank {self.rank}: no batch for {seconds:.0f} s (--data-stall-timeout-seconds {self.stall_seconds:g}); "
-            f"{'; '.join(busy) or 'no worker is at work'} -> look at that file and its storage"
+            f"{'; '.join(busy + stuck) or 'no worker is at work'} -> look at that file and its storage"
         )
 
     def died(self, worker: int | None, what: str) -> DataWorkerError:
@@ -180,6 +182,41 @@ class DataWatch:
             yield load
         finally:
             done.set()
+
+
+STUCK_STATES = {"T": "is stopped by a signal", "D": "waits for a disk that does not answer", "Z": "has ended"}
+
+
+def stuck_processes(pids: Sequence[int]) -> list[tuple[int, int, str]]:
+    """(place in `pids`, process, what is wrong with it) of those that the kernel does not let run."""
+    found = []
+    for place, pid in enumerate(pids):
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                # The name, in brackets, may hold anything.
+                state = file.read().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state in STUCK_STATES:
+            found.append((place, pid, STUCK_STATES[state]))
+    return found
+
+
+def end_processes(processes: Sequence[Any], seconds: float) -> None:
+    """End processes of multiprocessing: asked for `seconds` together, then killed. Never waits longer than that and a moment.
+
+    A process that cannot be killed (it waits for a disk) is left behind: multiprocessing would wait for it at the exit.
+    """
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join(1.0)
+        if process.is_alive():
+            multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
 
 
 def private_bytes(pid: int) -> int:

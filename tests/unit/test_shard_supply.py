@@ -234,6 +234,22 @@ def test_a_killed_worker_is_named_and_nothing_hangs(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("access", ["decode_once", "random"])
+def test_a_stopped_worker_is_named_and_does_not_outlive_the_run(folder: Path, access: str) -> None:
+    supply = supply_of(folder, *AHEAD, "--data-access", access, "--data-stall-timeout-seconds", "6")
+    batches = supply.iterator(0, 0, 1, 500, False)
+    next(batches)
+    victim = supply._watch.worker_pids[1]
+    os.kill(victim, signal.SIGSTOP)  # like a worker whose disk is gone, it does not hear SIGTERM
+    with pytest.raises(DataStallError, match=rf"worker 1 \(pid {victim}\) is stopped by a signal"):
+        for _ in batches:
+            pass
+    supply.close()
+    assert victim not in {process.pid for process in multiprocessing.active_children()}
+    with pytest.raises(ProcessLookupError):
+        os.kill(victim, 0)
+
+
+@pytest.mark.parametrize("access", ["decode_once", "random"])
 def test_a_disk_that_hangs_is_named_before_anything_times_out(
     folder: Path, monkeypatch: pytest.MonkeyPatch, access: str
 ) -> None:
