@@ -8,7 +8,7 @@ from megatron_vla.config.run import RunConfig, parse_args
 from megatron_vla.data.build import build_data
 from megatron_vla.models.registry import model_family
 from megatron_vla.optimizations.apply import apply_optimizations
-from megatron_vla.optimizations.fp8_scaling import delayed_scaling_of
+from megatron_vla.optimizations.fp8_linear import delayed_scaling_of
 from megatron_vla.parallel.data_parallel import wrap
 from megatron_vla.parallel.failure import RankWatch
 from megatron_vla.parallel.groups import ParallelGroups

@@ -17,6 +17,7 @@ from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.models.common.merged_linear import joined_bias
 from megatron_vla.optimizations.fp8_delayed import DelayedBackend
 from megatron_vla.optimizations.fp8_product import Accumulation, fp8_product
+from megatron_vla.optimizations.fp8_scaling import DelayedScaling
 
 # Every dimension of an FP8 matrix product on NVIDIA GPUs.
 ALIGNMENT = 16
@@ -117,6 +118,14 @@ def convert(linear: nn.Linear, backend: Fp8Backend) -> None:
     assert type(linear) is nn.Linear, type(linear)
     linear.__class__ = Fp8Linear
     cast(Fp8Linear, linear).backend = backend
+
+
+def delayed_scaling_of(module: nn.Module) -> DelayedScaling | None:
+    """The table that the converted layers of `module` share; None without delayed scaling."""
+    for layer in module.modules():
+        if isinstance(layer, Fp8Linear) and isinstance(layer.backend, DelayedBackend):
+            return layer.backend.scaling
+    return None
 
 
 def fp8_rows_product(backend: Fp8Backend, hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:

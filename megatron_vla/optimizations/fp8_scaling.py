@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_vla.kernels.fp8_quantize.op import (
     ACTIVATION_DTYPE,
@@ -113,12 +113,3 @@ class DelayedScaling:
         # Layers that share their input with the first of a merged product have no operands of their own, stored or not.
         CALIBRATION.active = found == 0
         return f"loaded FP8 magnitudes of {found} of {len(self.layers)} layers"
-
-
-def delayed_scaling_of(module: nn.Module) -> DelayedScaling | None:
-    """The table that the layers of `module` share; None without delayed scaling."""
-    for layer in module.modules():
-        scaling = getattr(getattr(layer, "backend", None), "scaling", None)
-        if isinstance(scaling, DelayedScaling):
-            return scaling
-    return None

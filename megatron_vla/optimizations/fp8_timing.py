@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.models.common.merged_linear import merged_linear
 from megatron_vla.optimizations.fp8 import convert_layers
-from megatron_vla.optimizations.fp8_scaling import delayed_scaling_of
+from megatron_vla.optimizations.fp8_linear import delayed_scaling_of
 from megatron_vla.optimizations.fp8_trace import LinearUse
 
 # One H200: rates of large products (FLOP/s), memory (bytes/s), and what a kernel costs however small it is (s).

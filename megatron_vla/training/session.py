@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from megatron_vla.config.run import RunConfig
 from megatron_vla.models.registry import ModelFamily
 from megatron_vla.optimizations.apply import apply_optimizations
-from megatron_vla.optimizations.fp8_scaling import delayed_scaling_of
+from megatron_vla.optimizations.fp8_linear import delayed_scaling_of
 from megatron_vla.parallel.data_parallel import wrap
 from megatron_vla.parallel.failure import ends_all_ranks
 from megatron_vla.parallel.groups import initialize, shut_down, world_size_from_environment

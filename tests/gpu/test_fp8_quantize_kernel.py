@@ -25,7 +25,8 @@ from megatron_vla.kernels.fp8_quantize.reference import gated_gelu_backward_refe
 from megatron_vla.kernels.gated_gelu.reference import gated_gelu_reference
 from megatron_vla.models.common.decoder_layer import GatedMlp
 from megatron_vla.optimizations.fp8 import SMALLEST_CAPABILITY, convert_layers
-from megatron_vla.optimizations.fp8_scaling import DelayedScaling, delayed_scaling_of
+from megatron_vla.optimizations.fp8_linear import delayed_scaling_of
+from megatron_vla.optimizations.fp8_scaling import DelayedScaling
 from megatron_vla.parallel.tensor_parallel import NOT_PARALLEL
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= SMALLEST_CAPABILITY

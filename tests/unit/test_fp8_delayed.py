@@ -24,8 +24,8 @@ from megatron_vla.models.pi05.family import FAMILY
 from megatron_vla.optimizations import compile as compile_optimization
 from megatron_vla.optimizations.apply import apply_optimizations
 from megatron_vla.optimizations.fp8 import convert_layers
-from megatron_vla.optimizations.fp8_linear import Fp8Linear
-from megatron_vla.optimizations.fp8_scaling import DelayedScaling, delayed_scaling_of
+from megatron_vla.optimizations.fp8_linear import Fp8Linear, delayed_scaling_of
+from megatron_vla.optimizations.fp8_scaling import DelayedScaling
 from megatron_vla.parallel.groups import ParallelGroups, initialize, shut_down
 from megatron_vla.parallel.tensor_parallel import NOT_PARALLEL
 
