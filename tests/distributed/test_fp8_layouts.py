@@ -28,7 +28,7 @@ def losses(folder: Path, *flags: str, processes: int = 1, iterations: int = 3) -
     command = [sys.executable, *launcher, str(ROOT / "pretrain_vla.py"), *FLAGS, "--train-iters", str(iterations)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     finished = subprocess.run(
-        [*command, "--log-dir", str(folder), *flags], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [*command, "--log-dir", str(folder), *flags], env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
     lines = (folder / "metrics.jsonl").read_text().splitlines()
