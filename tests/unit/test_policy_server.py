@@ -115,7 +115,7 @@ def test_32_concurrent_clients_get_their_own_answers(policy: Policy) -> None:
 
     def ask(number: int) -> list[np.ndarray]:
         client = client_of(server)
-        barrier.wait(20)
+        barrier.wait(120)
         return [client.infer(message(observations[number]))["actions"] for _ in range(3)]
 
     with serving(policy, max_wait_ms=20.0) as server, ThreadPoolExecutor(32) as pool:
