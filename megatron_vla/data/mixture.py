@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_vla.data.loader import RobotSource
 from megatron_vla.data.packing import SampleSize
+from megatron_vla.data.robot_source import RobotSource
 from megatron_vla.data.sampler import CACHED_EPOCHS, UINT64, GlobalOrder, SampleOrder
 from megatron_vla.data.watch import StageTimes, StatusBoard
 
