@@ -94,10 +94,10 @@ def test_replay_measures_actions_in_physical_units(save: Path) -> None:
 
     source = build_data(with_stored_preprocessing(config, folder), policy.family).source
     recorded = torch.stack([torch.as_tensor(source(n, 0)["actions_BTA"]) for n in numbers])
-    policy._sampler = lambda batch: recorded  # type: ignore[assignment]
+    policy._sampler._sample = lambda batch: recorded  # type: ignore[method-assign]
     exact = replay(policy, folder, config, 2, say=lambda line: None)
     np.testing.assert_allclose(exact.error_D, 0, atol=1e-6)
-    policy._sampler = lambda batch: recorded + 0.1  # type: ignore[assignment]
+    policy._sampler._sample = lambda batch: recorded + 0.1  # type: ignore[method-assign]
     off = replay(policy, folder, config, 2, say=lambda line: None)
     unnormalize = policy.preprocessor.action_normalizer.unnormalize
     span = unnormalize(np.full((1, 4), 0.1)) - unnormalize(np.zeros((1, 4)))
