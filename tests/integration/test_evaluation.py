@@ -206,6 +206,9 @@ def test_training_evaluates_gates_and_keeps_the_promoted_checkpoint(tmp_path: Pa
     )
     for iteration in (2, 4):
         assert f"evaluation of iteration {iteration}: success " in said
+    lines = [json.loads(line) for line in (tmp_path / "checkpoints/logs/metrics.jsonl").read_text().splitlines()]
+    found = {line["iteration"]: line["evaluation"] for line in lines if "evaluation" in line}
+    assert sorted(found) == [2, 4] and all(f["trials"] == 1 and f["policy/call_ms_p50"] > 0 for f in found.values())
     status = json.loads((tmp_path / "checkpoints/evaluation/status.json").read_text())
     assert [status[i]["status"] for i in ("2", "4")] == ["promoted", "promoted"]
     assert status["4"]["comparison"]["trials"] == 1 and best_iteration(tmp_path / "checkpoints") == 4
