@@ -121,7 +121,11 @@ GROOT_SIZES = {
     "max_action_dim": 8,
     "max_state_dim": 48,
 }
-GROOT_FLAGS = ("--mrope-sections", "8", "4", "4", "--tune-llm", "--tune-visual", "--embodiment-id", "0")
+GROOT_FLAGS = (
+    *("--mrope-sections", "8", "4", "4", "--tune-llm", "--tune-visual", "--embodiment-id", "0"),
+    # Released values are made for wide models and many epochs: this one is narrow, and sees each frame a few times.
+    *("--embodiment-init", "fan_in", "--dropout", "0", "--state-dropout-prob", "0"),
+)
 TRAINING_VALUES = {
     "micro_batch_size": 8,
     "global_batch_size": 16,
