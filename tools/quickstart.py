@@ -110,7 +110,11 @@ GROOT_SIZES = {
     "vocab_size": 1024,
     "image_token": 5,
     "padding_token": 0,
-    "max_prompt_length": 48,
+    "max_prompt_length": 128,
+    # A token for every 16 x 16 pixels: with the released 32 x 32 there would be nine.
+    "vision_spatial_merge_size": 1,
+    "vision_num_position_embeddings": 36,
+    "image_crop_fraction": 1,
     "vl_num_attention_heads": 4,
     "vl_ffn_hidden_size": 256,
     "dit_num_attention_heads": 4,
