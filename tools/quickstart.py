@@ -1,7 +1,7 @@
 """From nothing to a trained, killed, resumed and evaluated model on two CPU cores; every command is printed to be copied.
 
     make quickstart          Pi0.5 (or, in an installed environment: python tools/quickstart.py)
-    make quickstart-groot    GR00T N1.7 on the same recorded demonstrations (--model-name groot_n1_7)
+    make quickstart-groot    GR00T N1.7 on the same recorded demonstrations (--model-name groot_n1_7 --train-iters 600)
 
 Stages: record demonstrations in a simulator, train a tokenizer, compute statistics, check the dataset, train under torchrun
 with two processes until half-way, kill them, resume to the end, let the policy act in the simulator, report. A rerun reuses
