@@ -127,6 +127,7 @@ def build(config: RunConfig, groups: Any = None) -> GrootN17Model:
             tensor_parallel=tensor_parallel_of(config.parallel, groups),
             kind=GrootN17Stage if config.parallel.pipeline_model_parallel_size > 1 else GrootN17Model,
         )
+    model.merges_over_blocks = config.parallel.data_parallel_strategy != "fsdp2"
     set_dtypes(model, parameter_dtype(config.model))
     if isinstance(model, GrootN17Stage):
         model.keep(plan_stages(pipeline_units(config), config.parallel), groups.pipeline_model_parallel_rank)
