@@ -28,7 +28,7 @@ from megatron_vla.training.nonfinite import NonFiniteError
 
 @dataclass
 class Result:
-    """Per step: losses, counts, norms, metrics. Of the first step: this rank's gradients by name (of the loss's sum; whole ones of fsdp2).
+    """Per step: losses, counts, norms, metrics. Of the first step: gradients by name (of the loss's sum): this rank's, of fsdp2 whole.
 
     cut_dims: along which dimension tensor-parallel ranks cut a tensor. place: (tp, pp, dp) ranks.
     """

@@ -1,4 +1,4 @@
-"""GR00T N1.7 under fsdp2: a frozen backbone in another dtype, and tables that several places used to read, are gathered in time."""
+"""GR00T N1.7 under fsdp2: a frozen backbone in another dtype, and tables that every sample reads, are gathered in time."""
 
 from __future__ import annotations
 
@@ -117,4 +117,5 @@ def test_checkpoints_travel_between_strategies(two: WorkerPool, tmp_path: Path) 
     for name in ("alone", "tp2", "zero", "last"):
         found = tensors(tmp_path / name)
         assert found.keys() == expected.keys()
-        assert [n for n in expected if found[n].dtype != expected[n].dtype or not torch.equal(found[n], expected[n])] == [], name
+        different = [n for n in expected if found[n].dtype != expected[n].dtype or not torch.equal(found[n], expected[n])]
+        assert different == [], name

@@ -50,9 +50,9 @@ class PatchEmbedding(nn.Module):
 
 
 class PatchPositions(nn.Embedding):
-    """A square table of positions, interpolated to each image's grid. Read here alone: sharding gathers a module's own weights."""
+    """A square table of positions, interpolated to each image's grid. Read in here: sharding gathers a module's own weights."""
 
-    def forward(self, patch_table_4P: Tensor, patch_weight_4P: Tensor) -> Tensor:
+    def forward(self, patch_table_4P: Tensor, patch_weight_4P: Tensor) -> Tensor:  # type: ignore[override]
         """Rows of the table around each patch, and their shares -> [P, H]."""
         position_PH: Tensor | float = 0.0
         # One look-up per corner: four gathered [P, H] at once would be the tower's largest tensor.
