@@ -28,7 +28,7 @@ from megatron_vla.training.nonfinite import NonFiniteError
 
 @dataclass
 class Result:
-    """Per step: losses, counts, norms, metrics. Of the first step: gradients by name (of the loss's sum): this rank's, of fsdp2 whole.
+    """Per step: losses, counts, norms, metrics. Of the first step: gradients by name (of the loss's sum), of fsdp2 whole ones.
 
     cut_dims: along which dimension tensor-parallel ranks cut a tensor. place: (tp, pp, dp) ranks.
     """
