@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_vla.config.parallel import ParallelConfig
-from megatron_vla.optimizations.patterns import select_modules
+from megatron_vla.optimizations.patterns import select_layers
 from megatron_vla.parallel.groups import ParallelGroups
 from megatron_vla.parallel.owned_part import OwnedPart, gradient_of
 from megatron_vla.parallel.parameter_shard import copy_marks
@@ -107,7 +107,7 @@ class FullyShardedModel:
         self._reshard = parallel.fsdp_reshard_after_forward
         originals = dict(module.named_parameters())
         shapes = {name: tuple(p.shape) for name, p in originals.items()}
-        for block in select_modules(module, block_names, "block_names of the model family").values():
+        for block in select_layers(module, block_names).values():
             self._shard(block)
         self._shard(module)
         self.module = module

@@ -102,6 +102,9 @@ def _recipe_findings(config: RunConfig) -> Iterator[Finding]:
     if backend not in ("auto", "sdpa", "eager"):
         what = f"{backend} describes a sample by its keys alone, but the text tower is causal"
         yield error("--attention-backend", what, "use --attention-backend auto (torch's fused attention) or eager")
+    if config.optimization.report_memory:
+        what = "measures single samples of micro-batches, which cannot be taken out of groot_n1_7's (images lie end to end)"
+        yield error("--report-memory", what, "drop it; the log's peak_memory_gib shows what a few steps with other flags need")
     yield from _captured_dropout_findings(config)
     if family.action_horizon > family.num_action_positions:
         what = f"{family.action_horizon} steps, but {family.num_action_positions} positions (--num-action-positions)"
