@@ -200,7 +200,9 @@ class Reference:
         deepstack = []
         for n in range(z.vision_layers):
             block = f"{VISUAL}blocks.{n}."
-            qkv = self.linear(f"{block}attn.qkv", self.layer_norm(f"{block}norm1", x, 1e-6)).unflatten(-1, (3, z.vision_heads, -1))
+            qkv = self.linear(f"{block}attn.qkv", self.layer_norm(f"{block}norm1", x, 1e-6)).unflatten(
+                -1, (3, z.vision_heads, -1)
+            )
             heads = []
             for head in range(z.vision_heads):
                 q, k, v = qkv[:, :, head].unbind(1)

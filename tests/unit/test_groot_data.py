@@ -273,6 +273,9 @@ def test_wrong_configurations_are_named(folder: Path, tmp_path: Path) -> None:
     place = flags.index("--embodiment-id")
     with pytest.raises(CheckError, match="'my_robot' is unknown; known are simpler_env_google"):
         build_data(parse_args(flags[:place] + flags[place + 2 :]), FAMILY)
+    state = {"delta_indices": [-1, 0], "modality_keys": ["pose", "arm"]}
+    assert "2 state step(s), the model reads 1" in refused(folder, *config(state=state))
+    assert "not read from datasets yet" in refused(folder, *config(state=state), "--state-history-length", "2")
     state = {"delta_indices": [0], "modality_keys": ["pose", "wheel"]}
     assert "relative to the state 'arm'" in refused(folder, *config(state=state))
     action = {**MODALITY_CONFIG["action"], "delta_indices": [0, 1, 3]}
