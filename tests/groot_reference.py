@@ -1,8 +1,9 @@
-"""A second GR00T N1.7, written from its specification alone: one sample at a time, plain loops, weights by released names, fp64.
+"""A second GR00T N1.7, from its specification alone: one sample at a time, plain loops, weights by released names, fp64.
 
 It imports nothing of the project. Everything is as slow and as literal as possible.
 
-Shape legend: S token slots, P patches, M image tokens, H hidden, T action steps, A action dimensions, Z state and action tokens.
+Shape legend: S token slots, M image tokens, H hidden (of states: history), D state dimensions, T action steps, A action
+dimensions, Y X pixel rows and columns, C channels.
 """
 
 from __future__ import annotations

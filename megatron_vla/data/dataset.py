@@ -27,7 +27,7 @@ from megatron_vla.data.dataset_check import (
     missing_columns,
     once,
 )
-from megatron_vla.data.dataset_check_columns import motion_facts
+from megatron_vla.data.dataset_check_columns import is_empty_instruction, motion_facts
 from megatron_vla.data.dataset_check_files import Found, check_table, check_video_files
 from megatron_vla.data.episode_table import EpisodeTable
 from megatron_vla.data.frame_source import FrameSource
@@ -377,7 +377,7 @@ def _check_keys(table: EpisodeTable, settings: CheckSettings, camera_keys: Seque
 def _drop_without_instruction(table: EpisodeTable, columns: Columns, found: Found) -> tuple[EpisodeTable, Columns]:
     """--empty-instruction drop: whole episodes go, so that no action chunk gets a hole."""
     codes, texts = instruction_codes(table, columns)
-    is_empty = np.array([not text.strip() for text in texts] + [True])  # the last entry answers code -1
+    is_empty = np.array([is_empty_instruction(text) for text in texts] + [True])  # the last entry answers code -1
     without_E = np.maximum.reduceat(is_empty[codes], columns.first_row_E[:-1])
     if not without_E.any():
         return table, columns

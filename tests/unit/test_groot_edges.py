@@ -1,4 +1,4 @@
-"""GR00T at its edges: one to three cameras of odd sizes, no words, no pictures, which weights move, nothing read from the device."""
+"""GR00T at its edges: one to three cameras of odd sizes, no words, no pictures, which weights move, no readbacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 from groot_fixtures import (
     CAMERAS,
-    MODALITY_CONFIG,
     MODALITY_JSON,
     data_flags,
     write_dataset,
@@ -25,6 +24,7 @@ from training_fixtures import build_run, take_steps
 from megatron_vla.config.parallel import ParallelConfig
 from megatron_vla.config.run import parse_args
 from megatron_vla.data.build import build_data
+from megatron_vla.findings import CheckError
 from megatron_vla.models.common.precision import dtype_of
 from megatron_vla.models.groot_n1_7.assemble import Assembler
 from megatron_vla.models.groot_n1_7.build import build
@@ -71,13 +71,16 @@ def test_odd_pictures_of_one_to_three_cameras(folder: Path, tmp_path: Path, view
 
 
 def test_instructions_without_words(folder: Path, tmp_path: Path) -> None:
-    """Kept, an instruction of punctuation leaves the chat's markers and the pictures."""
+    """Punctuation alone is none: refused, or kept, which leaves the chat's markers and the pictures."""
     write_dataset(tmp_path / "robot")
     tasks = tmp_path / "robot/meta/tasks.jsonl"
     lines = [json.loads(line) for line in tasks.read_text().splitlines()]
     tasks.write_text("\n".join(json.dumps({**line, "task": "?!"}) for line in lines) + "\n")
     path = write_modality_config(tmp_path)
-    config = parse_args(data_flags(tmp_path / "robot", folder / "tokenizer.json", "--modality-config", str(path)))
+    flags = data_flags(tmp_path / "robot", folder / "tokenizer.json", "--modality-config", str(path))
+    with pytest.raises(CheckError, match=r"4 of 4\) have an empty instruction"):
+        build_data(parse_args(flags), FAMILY)
+    config = parse_args([*flags, "--empty-instruction", "keep"])
     supply = build_data(config, FAMILY)
     (batch,) = supply.iterator(0, 0, 1, 1, False)
     text = supply.preprocessor.tokenizer.decode(batch.tokens_BS[0][batch.token_is_valid_BS[0]].numpy())  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Whole GR00T N1.7 models of drawn sizes against a second, literal implementation (groot_reference.py): loss, gradients, actions."""
+"""Whole GR00T N1.7 models of drawn sizes against a second, literal implementation: loss, gradients, actions."""
 
 from __future__ import annotations
 

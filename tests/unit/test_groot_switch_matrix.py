@@ -1,4 +1,4 @@
-"""GR00T's speed and memory switches in pairs: each pair computes what the plain model computes, and FP8 goes with the others."""
+"""GR00T's speed and memory switches in pairs: each pair computes what the plain model computes; FP8 goes with the others."""
 
 from __future__ import annotations
 

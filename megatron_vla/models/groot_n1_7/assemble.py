@@ -56,7 +56,7 @@ class Assembler:
         if not all(grids):
             number = int(samples[grids.index([])]["sample_index_B"])
             raise ValueError(
-                f"sample {number} has no images: every other block of the DiT that reads the backbone reads image tokens alone; "
+                f"sample {number} has no images: every other DiT block that reads the backbone reads image tokens alone; "
                 "give it a camera"
             )
         rows = [self.maker.row(*row) for row in zip(tokens_BS, is_valid_BS, grids, strict=True)]
