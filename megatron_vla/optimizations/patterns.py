@@ -58,5 +58,5 @@ def select_layers(model: nn.Module, block_names: Sequence[str]) -> dict[str, nn.
     """`select_modules` of a family's layers, of which a configuration may have none of a kind."""
     modules = dict(model.named_modules())
     stacks = {pattern: modules.get(pattern.removesuffix(".*")) for pattern in block_names}
-    empty = [p for p, stack in stacks.items() if isinstance(stack, nn.ModuleList) and not len(stack)]
+    empty = [p for p, stack in stacks.items() if isinstance(stack, nn.ModuleList | nn.ModuleDict) and not len(stack)]
     return select_modules(model, [p for p in block_names if p not in empty], "block_names of the model family")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from compile_cases import train as train_compiled
 from groot_model_fixtures import gradients, released_loss, tiny_config, tiny_model
 from pi05_fixtures import relative_difference
 from pipeline_cases import Result, take_steps_of
@@ -37,7 +38,7 @@ STEP_FLAGS = (
 # Laid over the flags of tiny Pi0.5 runs.
 TRAIN_FLAGS = (*STEP_FLAGS, "--image-size", "64", "--num-layers", "4", "--vision-num-layers", "4")
 
-__all__ = ["TRAIN_FLAGS", "Difference", "Spec", "compare", "step_config", "take_steps", "train"]
+__all__ = ["TRAIN_FLAGS", "Difference", "Spec", "compare", "step_config", "take_steps", "train", "train_compiled"]
 
 
 @dataclass(frozen=True, kw_only=True)

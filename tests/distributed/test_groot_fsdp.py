@@ -51,7 +51,7 @@ def assert_equal(pool: WorkerPool, flags: tuple[str, ...], own: tuple[str, ...],
     return alone
 
 
-@pytest.mark.parametrize("tuned", [(), ALL], ids=["frozen", "all"])
+@pytest.mark.parametrize("tuned", [(), pytest.param(ALL, marks=FULL)], ids=["frozen", "all"])
 def test_fp64_equals_one_process(two: WorkerPool, tuned: tuple[str, ...]) -> None:
     """Two micro-batches per rank."""
     alone = assert_equal(two, ("--fp64", *tuned), FSDP, (1e-12, 1e-12, 1e-9))
@@ -62,7 +62,7 @@ def test_fp64_equals_one_process(two: WorkerPool, tuned: tuple[str, ...]) -> Non
     ("flags", "limits"),
     [
         (ROUNDED, (1e-6, 1e-6, 1e-5)),
-        ((*ROUNDED, "--autocast-bf16"), (1e-6, 1e-6, 1e-5)),
+        pytest.param((*ROUNDED, "--autocast-bf16"), (1e-6, 1e-6, 1e-5), marks=FULL),
         # fsdp2 rounds each bf16 gradient once more.
         ((*ROUNDED, "--bf16"), (1e-4, 1e-3, 1e-2)),
         pytest.param((*ROUNDED, "--tune-top-llm-layers", "2"), (1e-6, 1e-6, 1e-5), marks=FULL),
@@ -81,6 +81,33 @@ def test_switches_on_sharded_layers(two: WorkerPool) -> None:
     """Merged projections stay inside a block, whose weights exist during its forward alone; recomputation gathers again."""
     switches = ("--merge-projections", "--activation-checkpoint-module-patterns", "dit_layers.*")
     assert_equal(two, ("--fp64",), (*FSDP, *switches), (1e-12, 1e-12, 1e-9))
+
+
+@FULL
+@pytest.mark.parametrize(
+    "own",
+    [FSDP, ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2", "--pipeline-layout", "8", "4")],
+    ids=" ".join,
+)
+def test_without_vision_language_layers(two: WorkerPool, own: tuple[str, ...]) -> None:
+    """As other releases are."""
+    flags = ("--fp64", "--vl-num-layers", "0", "--micro-batch-size", "1")
+    alone = groot_parallel_cases.take_steps(0, list(flags), 2)
+    for rank in (o.value for o in two.run("take_steps", [*flags, *own], 2)):
+        assert rank.losses == pytest.approx(alone.losses, rel=1e-12)
+        assert rank.norms == pytest.approx(alone.norms, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["per_layer", "multi_group"])
+def test_compiled_layers_of_a_bf16_backbone(two: WorkerPool, scope: str) -> None:
+    """Frozen norms in fp32 are gathered with their layer, outside of its graph."""
+    flags = [*TRAIN_FLAGS, *ROUNDED, "--micro-batch-size", "2", *FSDP]
+    plain, compiled = (
+        two.run("train_compiled", [*flags, *extra], 2)[0].value for extra in ((), ("--compile", "--compile-scope", scope))
+    )
+    assert compiled.num_graphs > 0 == plain.num_graphs
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-6)
 
 
 @FULL
