@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.models.registry import ModelFamily
-from megatron_vla.optimizations.patterns import select_modules
+from megatron_vla.optimizations.patterns import select_layers
 from megatron_vla.parallel.partial_model import PartialModel
 
 # Tests that are not about generated code replace it: "aot_eager" traces and differentiates as inductor does.
@@ -29,7 +29,7 @@ def function_names(model: nn.Module, config: OptimizationConfig, family: ModelFa
     """Dotted names of the methods that --compile-scope stands for, in the model's order."""
     if config.compile_scope == "backbone":
         return family.backbone_functions
-    blocks = select_modules(model, family.block_names, "block_names")
+    blocks = select_layers(model, family.block_names)
     layers = tuple(f"{name}.forward" for name in blocks)
     return layers if config.compile_scope == "per_layer" else (*layers, *family.group_functions)
 
