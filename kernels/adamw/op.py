@@ -48,7 +48,7 @@ def can_run(tensors: AdamWTensors, gradient_dtype: torch.dtype) -> bool:
 class FusedAdamW:
     """The update of a fixed list of parameters; gradients may lie elsewhere at every call.
 
-    The kernel notes which pieces have moments of zero; of these it reads only the gradient, as long as that is zero and the update
+    The kernel notes which pieces have moments of zero. It reads only their gradient, as long as that is zero and the update
     changes nothing. Whoever else writes to moments, main parameters or weights calls `forget_moments` before the next step.
     """
 

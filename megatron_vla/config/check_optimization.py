@@ -27,6 +27,8 @@ def optimization_findings(config: RunConfig) -> Iterator[Finding]:
             "measures a whole model, and a pipeline stage is a part",
             "use --pipeline-model-parallel-size 1, with --tensor-model-parallel-size if it does not fit",
         )
+    if "neighbouring_weights" in config.given and not optimization.merge_projections:
+        yield error("--neighbouring-weights", "has no effect without --merge-projections", "add that, or drop it")
     if optimization.compile:
         yield from _compile(config)
         return

@@ -1,16 +1,17 @@
 """Several linear layers that read the same rows, computed as one matrix product. Their parameters stay separate.
 
 The weights are joined inside forward, so checkpoints, optimizers and sharding see `q_proj.weight`, `k_proj.weight`, ... as
-before; the gradient of the join is a view per weight, without a copy.
+before; the gradient of the join is a view per weight, without a copy. So is the join itself where the weights are neighbours
+in memory (joined_parameters.py).
 
 Pi0.5 base, 32 samples of 576 prefix and 50 action tokens, bf16, what one pass through the joint layers costs and saves:
 - q, k, v of the prefix: k and v have 256 outputs each, a product of 19 GFLOP that moves 88 MB. Merged with q (2048 outputs)
   the rows (75 MB) are read once, not three times, in forward and twice more in backward, and the three input gradients become
   one product instead of two more additions over 75 MB. Joining moves 2 x 10 MB per layer.
 - gate, up of the prefix: each product is large enough alone; merged, the two input gradients are summed inside one product
-  (saves 3 x 75 MB per layer), but joining moves 2 x 134 MB per layer. At 4.3 TB/s that is 0.05 ms against 0.06 ms per layer:
-  about even, a gain only where the product itself gets faster.
-- q, k, v of the vision tower (1152 -> 3 x 1152): the rows (38 MB) are read once; joining moves 2 x 8 MB per layer.
+  (saves 3 x 75 MB per layer), but joining by copying moves 2 x 134 MB per layer. At 4.3 TB/s that is 0.05 ms against 0.06 ms
+  per layer: a gain only with neighbours.
+- q, k, v of the vision tower (1152 -> 3 x 1152): the rows (38 MB) are read once; joining by copying moves 2 x 8 MB per layer.
 The number of FLOPs is the same.
 """
 
@@ -22,6 +23,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from megatron_vla.models.common.joined_parameters import forget_moved, joined_parameter
 
 
 @runtime_checkable
@@ -62,15 +65,14 @@ def _joint_output(hidden: Tensor, linears: Sequence[nn.Module]) -> Tensor:
     first = linears[0]
     if isinstance(first, JointLinear):
         return first.joint_output(hidden, linears)
-    return F.linear(hidden, torch.cat([linear.get_parameter("weight") for linear in linears]), joined_bias(linears))
+    return F.linear(hidden, joined_parameter(linears, "weight"), joined_bias(linears))
 
 
 def joined_bias(linears: Sequence[nn.Module]) -> Tensor | None:
     """The biases side by side; None when the layers have none."""
     if not isinstance(linears[0].bias, Tensor):
         return None
-    biases: list[Tensor] = [linear.get_parameter("bias") for linear in linears]
-    return biases[0] if len(biases) == 1 else torch.cat(biases)
+    return joined_parameter(linears, "bias")
 
 
 class MergesProjections(nn.Module):
@@ -81,3 +83,13 @@ class MergesProjections(nn.Module):
     def projection_groups(self) -> tuple[tuple[nn.Module, ...], ...]:
         """Layers that are computed together when `merged`."""
         raise NotImplementedError
+
+
+def projection_groups(model: nn.Module) -> list[tuple[nn.Module, ...]]:
+    """Those of all modules that may merge, in the model's order."""
+    return [group for m in model.modules() if isinstance(m, MergesProjections) for group in m.projection_groups()]
+
+
+def forget_moved_weights(model: nn.Module) -> int:
+    """After wrapping a model: how many groups have lost their place in memory and join by copying from now on."""
+    return sum(map(forget_moved, projection_groups(model)))
