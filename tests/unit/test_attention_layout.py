@@ -15,6 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule, Node
 
 from megatron_vla.models.common.attention_mask import AttentionBackend
+from megatron_vla.models.common.joined_parameters import make_neighbours
 from megatron_vla.models.common.vision_encoder import VisionLayer, VisionLayerSizes, VisionPlan
 from megatron_vla.parallel.tensor_parallel import NOT_PARALLEL
 
@@ -22,7 +23,7 @@ IMAGES, TOKENS, HEADS, WIDTH = 2, 5, 3, 8
 COPIES = ("clone", "_to_copy", "copy", "contiguous", "constant_pad_nd")
 
 
-def compiled_graphs(backend: AttentionBackend, merged: bool, device: str) -> list[GraphModule]:
+def compiled_graphs(backend: AttentionBackend, merged: str, device: str) -> list[GraphModule]:
     """Forward and backward graph of one compiled layer."""
     graphs: list[GraphModule] = []
 
@@ -34,7 +35,9 @@ def compiled_graphs(backend: AttentionBackend, merged: bool, device: str) -> lis
     with torch.device(device):
         layer = VisionLayer(sizes, "sdpa", NOT_PARALLEL).to(torch.bfloat16)
         hidden = torch.randn(IMAGES, TOKENS, HEADS * WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    layer.self_attn.backend, layer.self_attn.merged = backend, merged
+    layer.self_attn.backend, layer.self_attn.merged = backend, merged != "no"
+    if merged == "neighbours":
+        assert all(map(make_neighbours, layer.self_attn.projection_groups()))
     forward: Any = torch.compile(
         layer.forward, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True, dynamic=False
     )
@@ -53,11 +56,13 @@ def lies_token_by_token(tensor: Tensor, row: int) -> bool:
     return tensor.stride() == (TOKENS * row, WIDTH, row, 1)
 
 
-@pytest.mark.parametrize(("backend", "device"), [("sdpa", "cpu"), ("flash", "meta")])
-@pytest.mark.parametrize("merged", [False, True])
-def test_kernels_get_and_give_tokens_in_order(backend: AttentionBackend, device: str, merged: bool) -> None:
+@pytest.mark.parametrize(
+    ("backend", "device", "merged"),
+    [("sdpa", "cpu", "no"), ("sdpa", "cpu", "copied"), ("sdpa", "cpu", "neighbours"), ("flash", "meta", "copied")],
+)
+def test_kernels_get_and_give_tokens_in_order(backend: AttentionBackend, device: str, merged: str) -> None:
     forward, backward = compiled_graphs(backend, merged, device)
-    dense, joined = HEADS * WIDTH, HEADS * WIDTH * (3 if merged else 1)
+    dense, joined = HEADS * WIDTH, HEADS * WIDTH * (1 if merged == "no" else 3)
     call = attention_node(forward)
     assert all(lies_token_by_token(cast(Node, n).meta["val"], joined) for n in call.args[:3])
     assert lies_token_by_token(call.meta["val"][0], dense)
@@ -76,5 +81,5 @@ def test_kernels_get_and_give_tokens_in_order(backend: AttentionBackend, device:
         if n.op == "call_function" and "aten" in str(n.target)
     ]
     assert not set(names) & set(COPIES)
-    # Merged: the three gradients become one operand of two products.
-    assert sum(n == "cat" for n in names) == (3 if merged else 0)
+    # Merged: the three gradients become one operand of two products; weights and biases are joined where they lie apart.
+    assert names.count("cat") == {"no": 0, "copied": 3, "neighbours": 1}[merged]

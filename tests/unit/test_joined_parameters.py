@@ -105,7 +105,7 @@ def test_layers_that_do_not_follow_each_other_are_copied() -> None:
         assert torch.equal(joined_parameter(used, "weight"), torch.cat([linear.weight for linear in used]))
     other = layers(seed=1)
     make_neighbours(other)
-    assert len(parameter_parts([linears[1], other[0]], "weight")) == 2
+    assert len(parameter_parts([linears[0], other[1]], "weight")) == 2
 
 
 def test_what_cannot_be_one_tensor_is_left_alone() -> None:
@@ -157,6 +157,18 @@ def test_model_gives_the_same_bits_and_keeps_names(compiled: bool, monkeypatch: 
     assert all(torch.equal(results[0][1][name], g) for name, g in results[1][1].items())
     assert graphs[0] == graphs[1] == (3 if compiled else 0)
     torch._dynamo.reset()
+
+
+def test_fp8_quantises_neighbours_to_the_same_bits() -> None:
+    results = []
+    for neighbours in (False, True):
+        config = OptimizationConfig(
+            attention_backend="sdpa", merge_projections=True, neighbouring_weights=neighbours, fp8="native", fp8_min_dim=64
+        )
+        model = apply_optimizations(tiny_model(dtype=torch.bfloat16), config, FAMILY, lambda line: None)
+        results.append(gradients(model, tiny_batch()))
+    assert results[0].keys() == results[1].keys()
+    assert all(torch.equal(results[0][name], gradient) for name, gradient in results[1].items())
 
 
 def test_no_weight_is_copied_in_a_step() -> None:

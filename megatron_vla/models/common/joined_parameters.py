@@ -100,7 +100,9 @@ def _view_of_neighbours(linears: Sequence[nn.Module], name: ParameterName) -> Te
     """The parameters of `linears` as one tensor; None where these layers do not follow each other in memory."""
     places = [_place_of(linear) for linear in linears]
     first = places[0]
-    if first is None or any(p is None or p.number != first.number + i for i, p in enumerate(places)):
+    if first is None or any(
+        p is None or p.weight is not first.weight or p.number != first.number + i for i, p in enumerate(places)
+    ):
         return None
     whole = first.weight if name == "weight" else first.bias
     assert whole is not None
