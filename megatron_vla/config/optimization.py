@@ -30,6 +30,9 @@ class OptimizationConfig:
     """With --merge-projections: lay the parameters of one product side by side in memory, so that no step copies them together.
     Has no effect where the layout moves parameters itself (--use-distributed-optimizer, fsdp2): that is printed."""
 
+    expert_stream: bool = False
+    """Run the action expert on a CUDA stream of its own, beside the prefix (Pi0.5, one GPU or data parallel)."""
+
     compile: bool = False
     """Compile the model with torch.compile; what is compiled is decided by --compile-scope. A graph break is an error."""
 

@@ -104,6 +104,8 @@ def _recipe_findings(config: RunConfig) -> Iterator[Finding]:
         yield error("--attention-backend", what, "use --attention-backend auto (torch's fused attention) or eager")
     yield from _captured_dropout_findings(config)
     yield from _fsdp_findings(config)
+    if config.optimization.expert_stream:
+        yield error("--expert-stream", "this model has no expert beside its backbone: the DiT reads its last layer", "drop it")
     if family.action_horizon > family.num_action_positions:
         what = f"{family.action_horizon} steps, but {family.num_action_positions} positions (--num-action-positions)"
         yield error("--action-horizon", what, f"use --action-horizon {family.num_action_positions} or less")
