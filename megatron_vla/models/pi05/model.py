@@ -161,7 +161,7 @@ class Pi05Model(nn.Module):
     def _expert_beside_prefix(
         self, side: SideStream, prefix_BPH: Tensor, suffix_BTE: Tensor, condition_BE: Tensor, plan: AnyAttentionPlan
     ) -> tuple[Tensor, Tensor]:
-        """All joint layers: (prefix, suffix). An expert layer waits for the prefix layer it reads; the next one runs beside it."""
+        """All joint layers: (prefix, suffix). An expert layer waits for its prefix layer; the next one runs beside it."""
         assert isinstance(plan, AttentionPlan)
         shared: Sequence[Tensor] = (suffix_BTE, condition_BE, *plan.read_by_suffix())
         for layer in self.layers:
