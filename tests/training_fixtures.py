@@ -8,6 +8,7 @@ from megatron_vla.config.run import RunConfig, parse_args
 from megatron_vla.data.build import build_data
 from megatron_vla.models.registry import model_family
 from megatron_vla.optimizations.apply import apply_optimizations
+from megatron_vla.optimizations.fp8_linear import delayed_scaling_of
 from megatron_vla.parallel.data_parallel import wrap
 from megatron_vla.parallel.failure import RankWatch
 from megatron_vla.parallel.groups import ParallelGroups
@@ -43,8 +44,8 @@ def build_run(config: RunConfig, groups: ParallelGroups, *, with_buffers: bool =
     optimizer = AdamW(module.named_parameters(), config.optimizer, model.owned_part, may_be_empty=may_be_empty)
     average = None if config.optimizer.ema_decay is None else ParameterAverage(optimizer, config.optimizer.ema_decay)
     schedule = build_schedule(config.optimizer, config.training.train_iters, config.global_batch_size(groups.world_size))
-    state = TrainState(module, optimizer, average, schedule)
-    runner = build_runner(family, model, optimizer, average, groups, config)
+    state = TrainState(module, optimizer, average, schedule, delayed_scaling_of(module))
+    runner = build_runner(family, model, optimizer, average, groups, config, state.fp8_scaling)
     return TrainingRun(config, family, groups, supply, runner, state, RankWatch(groups.rank, groups.world_size))
 
 

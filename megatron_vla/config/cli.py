@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 
 def flag_name(field_name: str) -> str:
@@ -112,6 +112,10 @@ class StrictParser(argparse.ArgumentParser):
                 hints.append(f"{word}" + (f" (did you mean {', '.join(near)}?)" if near else ""))
             self.error("unknown argument(s): " + "; ".join(hints))
         return vars(parsed)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and the message alone: argparse would first print the usage of 150 flags."""
+        self.exit(2, f"{self.prog}: error: {message}\n(all flags: {self.prog} --help)\n")
 
 
 def build_section(section: type, given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Any:

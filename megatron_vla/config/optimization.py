@@ -75,8 +75,12 @@ class OptimizationConfig:
     """Compute linear layers in FP8 (H100 or newer, with --bf16; parameters stay bf16). torchao: the package's products.
     native: this project's own on the same kernels, without a package. transformer_engine: the package's, never compiled."""
 
-    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """One scale per tensor (fastest), or per row (torchao only); rowwise_with_gw_hp leaves weight gradients in bf16."""
+    fp8_recipe: Literal["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """One scale per tensor, from the tensor itself or (delayed: native only, fastest) from the steps before; or one per row
+    (torchao only). rowwise_with_gw_hp leaves weight gradients in bf16."""
+
+    fp8_amax_history_len: int = 16
+    """With --fp8-recipe delayed: steps whose largest magnitude decides the scale."""
 
     fp8_min_dim: int = 2048
     """Convert a linear layer when the larger of its input and output features is at least this."""

@@ -14,7 +14,14 @@ from megatron_vla.optimizations.fp8_selection import select
 from megatron_vla.optimizations.patterns import select_modules
 
 TRANSFORMER_ENGINE = "--fp8 transformer_engine"
-FP8_FIELDS = frozenset({"fp8_recipe", "fp8_min_dim", "fp8_skip_module_patterns", "fp8_module_list", "fp8_fast_accumulation"})
+FP8_FIELDS = frozenset(
+    {
+        *("fp8_recipe", "fp8_amax_history_len", "fp8_min_dim", "fp8_skip_module_patterns", "fp8_module_list"),
+        "fp8_fast_accumulation",
+    }
+)
+# Recipes beside tensorwise, and the --fp8 that has them.
+RECIPE_OWNERS = {"delayed": "native", "rowwise": "torchao", "rowwise_with_gw_hp": "torchao"}
 
 
 def module_pattern_findings(config: RunConfig, family: Any) -> Iterator[Finding]:
@@ -52,8 +59,13 @@ def fp8_findings(config: RunConfig) -> Iterator[Finding]:
             "megatron-core's, which compute in FP8 only through Transformer Engine's own classes",
             "use --tensor-model-parallel-size 1 (with --data-parallel-strategy fsdp2 when the model does not fit)",
         )
-    if optimization.fp8 != "torchao" and optimization.fp8_recipe != "tensorwise":
-        yield error("--fp8-recipe", f"{optimization.fp8_recipe} needs --fp8 torchao", "use --fp8-recipe tensorwise")
+    owner = RECIPE_OWNERS.get(optimization.fp8_recipe, optimization.fp8)
+    if optimization.fp8 != owner:
+        yield error("--fp8-recipe", f"{optimization.fp8_recipe} needs --fp8 {owner}", "use --fp8-recipe tensorwise")
+    if optimization.fp8_recipe != "delayed" and "fp8_amax_history_len" in config.given:
+        yield error("--fp8-amax-history-len", "has no effect without --fp8-recipe delayed", "add it, or drop this flag")
+    if optimization.fp8_amax_history_len < 1:
+        yield error("--fp8-amax-history-len", f"{optimization.fp8_amax_history_len} is below 1", "use 1 or more")
     if optimization.fp8_min_dim < 0:
         yield error("--fp8-min-dim", f"{optimization.fp8_min_dim} is negative", "use --fp8-min-dim 0 or more")
     if optimization.fp8_module_list is not None and "fp8_min_dim" in config.given:

@@ -8,8 +8,12 @@ import torch
 from torch import nn
 
 from megatron_vla.config.optimization import OptimizationConfig
+from megatron_vla.kernels import BUILD_COMMAND
+from megatron_vla.kernels.fp8_quantize.op import IS_BUILT
 from megatron_vla.models.registry import ModelFamily
+from megatron_vla.optimizations.fp8_delayed import DelayedBackend
 from megatron_vla.optimizations.fp8_linear import Fp8Backend, NativeBackend, accumulation_of, convert, torchao_backend
+from megatron_vla.optimizations.fp8_scaling import DelayedScaling
 from megatron_vla.optimizations.fp8_selection import select
 
 SMALLEST_CAPABILITY = (8, 9)
@@ -30,6 +34,8 @@ def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, rep
     emulate = device.type != "cuda"
     convert_layers(model, selection.converted, config, emulate=emulate)
     how = " (emulated in fp32: no GPU)" if emulate else ""
+    if config.fp8_recipe == "delayed" and not emulate and not IS_BUILT:
+        how = f"; kernels/fp8_quantize was not built: PyTorch operations quantise ({BUILD_COMMAND})"
     report(f"fp8 ({config.fp8}, {config.fp8_recipe}){how}: {selection.report()}")
     return model
 
@@ -41,12 +47,17 @@ def convert_layers(model: nn.Module, names: Iterable[str], config: OptimizationC
 
         convert_to_transformer_engine(model, names)
         return
-    backend: Fp8Backend
-    if config.fp8 == "torchao":
-        backend = torchao_backend(config, emulate=emulate)
+    names = tuple(names)
+    accumulation = accumulation_of(config)
+    backends: dict[str, Fp8Backend] = {}
+    if config.fp8_recipe == "delayed":
+        device = next(model.parameters()).device
+        scaling = DelayedScaling(names, config.fp8_amax_history_len, device)
+        backends = {name: DelayedBackend(scaling, scaling.slots_of(name), accumulation) for name in names}
     else:
-        backend = NativeBackend(accumulation_of(config))
-    for name in names:
+        shared = torchao_backend(config, emulate=emulate) if config.fp8 == "torchao" else NativeBackend(accumulation)
+        backends = dict.fromkeys(names, shared)
+    for name, backend in backends.items():
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         convert(linear, backend)

@@ -16,7 +16,9 @@ from torch.nn import functional as F
 from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.models.common.joined_parameters import parameter_parts
 from megatron_vla.models.common.merged_linear import joined_bias
+from megatron_vla.optimizations.fp8_delayed import DelayedBackend
 from megatron_vla.optimizations.fp8_product import Accumulation, fp8_product
+from megatron_vla.optimizations.fp8_scaling import DelayedScaling
 
 # Every dimension of an FP8 matrix product on NVIDIA GPUs.
 ALIGNMENT = 16
@@ -84,7 +86,7 @@ def torchao_backend(config: OptimizationConfig, *, emulate: bool) -> TorchaoBack
 class Fp8Linear(nn.Linear):
     """`nn.Linear` whose products run in FP8. Parameters, their names and their precision are those of `nn.Linear`.
 
-    Made from a layer by `convert`; `backend` is shared by all layers of a model.
+    Made from a layer by `convert`.
     """
 
     backend: Fp8Backend
@@ -99,6 +101,18 @@ class Fp8Linear(nn.Linear):
         bias = joined_bias(linears)
         return output if bias is None else output + bias
 
+    def fuses_gated_mlp(self, layers: Sequence[nn.Module]) -> bool:
+        """See FusesGatedMlp: with delayed scaling, when all three layers are converted."""
+        return all(isinstance(layer, Fp8Linear) and isinstance(layer.backend, DelayedBackend) for layer in layers)
+
+    def gated_mlp(self, hidden: Tensor, layers: Sequence[nn.Module]) -> Tensor:
+        """See FusesGatedMlp."""
+        gate, up, down = (cast(Fp8Linear, layer) for layer in layers)
+        assert isinstance(gate.backend, DelayedBackend) and isinstance(down.backend, DelayedBackend)
+        rows_MK, missing = _aligned_rows(hidden)
+        output_MN = gate.backend.gated_mlp(rows_MK, gate.weight, up.weight, down.weight, down.backend.slots)
+        return _restored_rows(output_MN, missing, hidden)
+
 
 def convert(linear: nn.Linear, backend: Fp8Backend) -> None:
     """Turn `linear` into an Fp8Linear in place, so that its name, parameters, hooks and every reference to it stay."""
@@ -107,14 +121,29 @@ def convert(linear: nn.Linear, backend: Fp8Backend) -> None:
     cast(Fp8Linear, linear).backend = backend
 
 
+def delayed_scaling_of(module: nn.Module) -> DelayedScaling | None:
+    """The table that the converted layers of `module` share; None without delayed scaling."""
+    for layer in module.modules():
+        if isinstance(layer, Fp8Linear) and isinstance(layer.backend, DelayedBackend):
+            return layer.backend.scaling
+    return None
+
+
 def fp8_rows_product(backend: Fp8Backend, hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """hidden [..., K] times the transposed, joined weights -> [..., sum N_i]; any number of rows."""
+    rows_MK, missing = _aligned_rows(hidden)
+    return _restored_rows(backend.product(rows_MK, weights), missing, hidden)
+
+
+def _aligned_rows(hidden: Tensor) -> tuple[Tensor, int]:
+    """[M, K] with M a multiple of ALIGNMENT, and how many rows of zeros were added. Zeros change neither a scale nor a sum."""
     rows_MK = hidden.reshape(-1, hidden.shape[-1])
-    # The rows are the summed axis of the weight gradient. Zeros change neither a scale nor a sum.
+    # The rows are the summed axis of the weight gradient.
     missing = -rows_MK.shape[0] % ALIGNMENT
-    if missing:
-        rows_MK = F.pad(rows_MK, (0, 0, 0, missing))
-    output_MN = backend.product(rows_MK, weights)
-    if missing:
-        output_MN = output_MN[:-missing]
+    return (F.pad(rows_MK, (0, 0, 0, missing)) if missing else rows_MK), missing
+
+
+def _restored_rows(output_MN: Tensor, missing: int, hidden: Tensor) -> Tensor:
+    """[..., N] without the added rows."""
+    output_MN = output_MN[:-missing] if missing else output_MN
     return output_MN.reshape(*hidden.shape[:-1], output_MN.shape[-1])

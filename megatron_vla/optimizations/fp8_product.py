@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ACTIVATION_DTYPE = torch.float8_e4m3fn
-GRADIENT_DTYPE = torch.float8_e5m2
+from megatron_vla.kernels.fp8_quantize.op import ACTIVATION_DTYPE, GRADIENT_DTYPE
+
 # Keeps the scale of an all-zero tensor finite.
 SMALLEST_AMAX = 1e-12
 
@@ -47,17 +47,14 @@ def quantized(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (tensor.float() * scale).to(dtype)
 
 
-def scaled_product(a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale: Tensor, out_dtype: torch.dtype, fast: bool) -> Tensor:
-    """a @ b^T of quantised matrices [M, K] and [N, K], both contiguous, divided by both scales: [M, N] in `out_dtype`."""
+def scaled_product(
+    a_MK: Tensor, a_reciprocal: Tensor, b_NK: Tensor, b_reciprocal: Tensor, out_dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """a @ b^T of quantised, contiguous matrices [M, K] and [N, K], times both scales' reciprocals: [M, N] in `out_dtype`."""
     if a_MK.device.type == "cpu":
-        return ((a_MK.float() @ b_NK.float().t()) / (a_scale * b_scale)).to(out_dtype)
+        return ((a_MK.float() @ b_NK.float().t()) * (a_reciprocal * b_reciprocal)).to(out_dtype)
     return torch._scaled_mm(
-        a_MK,
-        b_NK.t(),
-        scale_a=a_scale.reciprocal(),
-        scale_b=b_scale.reciprocal(),
-        out_dtype=out_dtype,
-        use_fast_accum=fast,
+        a_MK, b_NK.t(), scale_a=a_reciprocal, scale_b=b_reciprocal, out_dtype=out_dtype, use_fast_accum=fast
     )
 
 
@@ -85,7 +82,8 @@ class _Fp8Product(torch.autograd.Function):
         ctx.save_for_backward(rows8_MK, rows_scale, weight_scale, *weights)
         ctx.accumulation = accumulation
         ctx.rows_dtype = rows_MK.dtype
-        return scaled_product(rows8_MK, rows_scale, weight8_NK, weight_scale, rows_MK.dtype, accumulation.fast_forward)
+        scales = rows_scale.reciprocal(), weight_scale.reciprocal()
+        return scaled_product(rows8_MK, scales[0], weight8_NK, scales[1], rows_MK.dtype, accumulation.fast_forward)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -93,6 +91,7 @@ class _Fp8Product(torch.autograd.Function):
         rows8_MK, rows_scale, weight_scale, *weights = ctx.saved_tensors
         fast = ctx.accumulation.fast_backward
         gradient_scale = scale_of([gradient_MN], GRADIENT_DTYPE)
+        gradient_reciprocal = gradient_scale.reciprocal()
         gradient8_MN = quantized(gradient_MN, gradient_scale, GRADIENT_DTYPE)
         rows_gradient: Tensor | None = None
         weight_gradients: tuple[Tensor | None, ...] = (None,) * len(weights)
@@ -100,11 +99,12 @@ class _Fp8Product(torch.autograd.Function):
             weight8_NK = _joined([quantized(weight, weight_scale, ACTIVATION_DTYPE) for weight in weights])
             weight8_KN = weight8_NK.t().contiguous()
             rows_gradient = scaled_product(
-                gradient8_MN.contiguous(), gradient_scale, weight8_KN, weight_scale, ctx.rows_dtype, fast
+                gradient8_MN.contiguous(), gradient_reciprocal, weight8_KN, weight_scale.reciprocal(), ctx.rows_dtype, fast
             )
         if any(ctx.needs_input_grad[2:]):
             gradient8_NM, rows8_KM = gradient8_MN.t().contiguous(), rows8_MK.t().contiguous()
-            joined_NK = scaled_product(gradient8_NM, gradient_scale, rows8_KM, rows_scale, weights[0].dtype, fast)
+            reciprocal = rows_scale.reciprocal()
+            joined_NK = scaled_product(gradient8_NM, gradient_reciprocal, rows8_KM, reciprocal, weights[0].dtype, fast)
             weight_gradients = joined_NK.split([weight.shape[0] for weight in weights])
         return rows_gradient, None, *weight_gradients
 

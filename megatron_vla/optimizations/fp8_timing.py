@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.models.common.merged_linear import merged_linear
 from megatron_vla.optimizations.fp8 import convert_layers
+from megatron_vla.optimizations.fp8_linear import delayed_scaling_of
 from megatron_vla.optimizations.fp8_trace import LinearUse
 
 # One H200: rates of large products (FLOP/s), memory (bytes/s), and what a kernel costs however small it is (s).
@@ -63,7 +64,12 @@ def measured_timer(config: OptimizationConfig, *, compiled: bool, repetitions: i
             convert_layers(layers, [f"linears.{i}" for i in range(len(use.outputs))], config, emulate=False)
         run: Any = torch.compile(layers, fullgraph=True, dynamic=False) if compiled else layers
         wanted = [t for t in (hidden_MK, *layers.parameters()) if t.requires_grad]
-        times = [_time_once(run, hidden_MK, wanted, gradients) for _ in range(repetitions + 3)][3:]
+        times = []
+        for _ in range(repetitions + 3):
+            times.append(_time_once(run, hidden_MK, wanted, gradients))
+            if (scaling := delayed_scaling_of(layers)) is not None:
+                scaling.roll(None)
+        times = times[3:]
         return PassTimes(*(statistics.median(column) for column in zip(*times, strict=True)))
 
     return measure

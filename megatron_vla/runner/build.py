@@ -11,6 +11,7 @@ import torch
 from megatron_vla.config.run import RunConfig
 from megatron_vla.data.batch import Batch
 from megatron_vla.models.registry import ModelFamily
+from megatron_vla.optimizations.fp8_scaling import DelayedScaling
 from megatron_vla.parallel.data_parallel import DataParallelModel
 from megatron_vla.parallel.groups import ParallelGroups
 from megatron_vla.parallel.pipeline import Schedule
@@ -71,6 +72,7 @@ def build_runner(
     average: ParameterAverage | None,
     groups: ParallelGroups,
     config: RunConfig,
+    fp8_scaling: DelayedScaling | None = None,
 ) -> Runner:
     """The runner that --runner chooses. Raises ValueError for a graph runner without a GPU."""
     eager = EagerRunner(
@@ -82,6 +84,7 @@ def build_runner(
         num_microbatches=config.num_microbatches(groups.world_size),
         clip_grad=config.optimizer.clip_grad,
         check_finite=config.training.check_for_nan_in_loss_and_grad,
+        fp8_scaling=fp8_scaling,
     )
     if config.optimization.runner == "eager":
         return eager

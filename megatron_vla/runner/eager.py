@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_vla.data.batch import Batch
 from megatron_vla.models.registry import ModelFamily
+from megatron_vla.optimizations.fp8_scaling import DelayedScaling
 from megatron_vla.parallel.data_parallel import DataParallelModel
 from megatron_vla.parallel.groups import ParallelGroups
 from megatron_vla.parallel.pipeline import Schedule
@@ -26,7 +27,7 @@ class EagerRunner:
     """Runs one optimizer step per call.
 
     num_microbatches: forward passes of this rank per step. clip_grad: global norm limit, 0 for none. check_finite: turn a step
-    with a non-finite loss or gradient, and every later one, into an exact no-op.
+    with a non-finite loss or gradient, and every later one, into an exact no-op. fp8_scaling: factors of --fp8-recipe delayed.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class EagerRunner:
         num_microbatches: int,
         clip_grad: float,
         check_finite: bool,
+        fp8_scaling: DelayedScaling | None = None,
     ):
         self.family = family
         self.model = model
@@ -50,6 +52,7 @@ class EagerRunner:
         self.num_microbatches = num_microbatches
         self.clip_grad = clip_grad
         self.check_finite = check_finite
+        self.fp8_scaling = fp8_scaling
         # Sticky, so that the parameters still are those of the first bad step when the host comes to look for the cause.
         self._healthy = torch.ones((), dtype=torch.bool, device=groups.device)
 
@@ -82,6 +85,8 @@ class EagerRunner:
         loss = loss_sum / count
         is_finite = torch.isfinite(loss) & torch.isfinite(norm)
         healthy = self._healthy & is_finite
+        if self.fp8_scaling is not None:
+            self.fp8_scaling.roll(self.groups.data_parallel_group)
         self._apply(gradients, clip_factor(norm, self.clip_grad) / count, healthy)
         passes = self.num_microbatches * self.groups.data_parallel_size
         extra = {name: value / passes for name, value in zip(self.family.metric_names, extra_sums, strict=True)}

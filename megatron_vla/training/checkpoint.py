@@ -8,7 +8,8 @@ no other. checkpoint_saving.py writes it.
                            parameter is not the weight itself, ema.NAME for what the optimizer touches (the rest is its own
                            average)
     rng.safetensors        generator states per rank
-    config.json            all flags            state.json   iteration, consumed samples, schedule, versions, file sizes
+    config.json            all flags
+    state.json             iteration, consumed samples, schedule, FP8 magnitudes, versions, file sizes
     preprocessor/          preprocessing.json, statistics.json, tokenizer.model
 """
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vla.findings import CheckError, Finding, error
+from megatron_vla.optimizations.fp8_scaling import DelayedScaling
 from megatron_vla.parallel.groups import ParallelGroups
 from megatron_vla.training import random_state
 from megatron_vla.training.checkpoint_folder import CheckpointFolder
@@ -52,6 +54,7 @@ class TrainState:
     optimizer: AdamW
     average: ParameterAverage | None
     schedule: Schedule
+    fp8_scaling: DelayedScaling | None = None
     iteration: int = 0
     consumed_samples: int = 0
     empty_slots: int = 0
@@ -224,6 +227,8 @@ def load_checkpoint(folder: CheckpointFolder, state: TrainState, groups: Paralle
         lines.append("the checkpoint has no averaged weights: the average starts from the loaded weights")
     elif state.average is not None:
         lines.append(f"loaded {count[EMA]}/{stored[EMA]} averaged tensors")
+    if state.fp8_scaling is not None:
+        lines.append(state.fp8_scaling.load(folder.state.get("fp8_magnitudes") or {}))
     with TensorReader(folder.path / RNG_FILE) as random_states:
         found = random_state.restore({name: random_states.read(name) for name in random_states.names}, groups.rank)
     if not found:

@@ -59,7 +59,12 @@ def _versions() -> dict[str, str]:
 
 
 def _state_json(
-    state: TrainState, config: RunConfig, groups: ParallelGroups, order_hash: str, packs: dict[str, Any] | None
+    state: TrainState,
+    config: RunConfig,
+    groups: ParallelGroups,
+    order_hash: str,
+    packs: dict[str, Any] | None,
+    fp8_magnitudes: dict[str, Any],
 ) -> dict[str, Any]:
     return {
         "format": FORMAT,
@@ -67,6 +72,7 @@ def _state_json(
         "consumed_samples": state.consumed_samples,
         "empty_slots": state.empty_slots,
         "packing": packs,
+        "fp8_magnitudes": fp8_magnitudes,
         "optimizer_step": state.optimizer.param_groups[0]["step"],
         "learning_rate_of_next_step": state.schedule.learning_rate(state.consumed_slots),
         "schedule": dataclasses.asdict(state.schedule),
@@ -200,7 +206,8 @@ class CheckpointSaver:
             self._mine = assign_writers(everyone)[groups.rank]
         written = only_written(parts, self._mine)
         random_states = random_state.capture(groups.rank)
-        mine = random_states, self.supply.pack_states(state.iteration)
+        magnitudes = {} if state.fp8_scaling is None else state.fp8_scaling.state()
+        mine = random_states, self.supply.pack_states(state.iteration), magnitudes
         gathered: list[Any] | None = [mine] * groups.world_size if groups.is_main else None
         if groups.world_size > 1:
             dist.gather_object(mine, gathered, dst=0, group=groups.host_group)
@@ -208,12 +215,14 @@ class CheckpointSaver:
         if gathered is None:
             return Snapshot(state.iteration, held, None, None)
         # Every rank knows the packs of its own streams; another world size deals all of them anew.
-        packs = gathered_state(state.iteration, [states for _, states in gathered]) if mine[1] is not None else None
+        packs = gathered_state(state.iteration, [states for _, states, _ in gathered]) if mine[1] is not None else None
+        # Replicas hold the same magnitudes, pipeline stages those of different layers.
+        all_magnitudes = {layer: operands for *_, held_there in gathered for layer, operands in held_there.items()}
         return Snapshot(
             iteration=state.iteration,
             parts=held,
-            random_states={n: t for tensors, _ in gathered for n, t in tensors.items()},
-            state=_state_json(state, self.config, groups, self.supply.order_hash, packs),
+            random_states={n: t for tensors, _, _ in gathered for n, t in tensors.items()},
+            state=_state_json(state, self.config, groups, self.supply.order_hash, packs, all_magnitudes),
         )
 
     def _write_and_note(self, snapshot: Snapshot, path: Path) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from megatron_vla.config.run import RunConfig
 from megatron_vla.models.registry import ModelFamily
 from megatron_vla.optimizations.apply import apply_optimizations
+from megatron_vla.optimizations.fp8_linear import delayed_scaling_of
 from megatron_vla.parallel.data_parallel import wrap
 from megatron_vla.parallel.failure import ends_all_ranks
 from megatron_vla.parallel.groups import initialize, shut_down, world_size_from_environment
@@ -55,14 +56,16 @@ def training_session(config: RunConfig, family: ModelFamily) -> Iterator[Trainin
         print_once(f"AdamW: {optimizer.kernel_name}")
         average = None if config.optimizer.ema_decay is None else ParameterAverage(optimizer, config.optimizer.ema_decay)
         schedule = build_schedule(config.optimizer, config.training.train_iters, config.global_batch_size(world_size))
-        state = TrainState(module, optimizer, average, schedule)
+        state = TrainState(module, optimizer, average, schedule, delayed_scaling_of(module))
         if resume is not None:
             print_once(*load_checkpoint(resume, state, groups))
-        runner = build_runner(family, model, optimizer, average, groups, config)
+        runner = build_runner(family, model, optimizer, average, groups, config, state.fp8_scaling)
         if config.optimization.compile and config.optimization.compile_warmup:
             watch.enter("compiling")
             batch = supply.example(groups.data_parallel_rank, groups.data_parallel_size)
             warm_up(model, family, groups, config, batch, print_once)
+            if state.fp8_scaling is not None:
+                state.fp8_scaling.forget_passes()
         yield TrainingRun(config, family, groups, supply, runner, state, watch)
         runner.release()
     supply.close()

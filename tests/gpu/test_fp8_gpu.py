@@ -22,6 +22,7 @@ BACKENDS = [
     pytest.param("native", "tensorwise", id="native"),
     pytest.param("torchao", "tensorwise", id="torchao", marks=needs_torchao),
     pytest.param("torchao", "rowwise", id="torchao-rowwise", marks=needs_torchao),
+    pytest.param("native", "delayed", id="native-delayed"),
 ]
 DEVICE = torch.device("cuda")
 

@@ -190,7 +190,7 @@ def run_training(folder: Path, *flags: str) -> str:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_vla.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
-        [sys.executable, *launcher, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, *launcher, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return result.stdout

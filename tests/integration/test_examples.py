@@ -41,7 +41,7 @@ def launch(script: Path, tmp_path: Path, environment: dict[str, str], *flags: st
         **environment,
     }
     command = ["bash", str(script), *flags]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
+    return subprocess.run(command, env=variables, capture_output=True, text=True, cwd=tmp_path, timeout=900, check=False)
 
 
 def logged_losses(save: Path) -> list[float]:

@@ -23,7 +23,7 @@ def run_quickstart(output: Path, *flags: str) -> str:
     """Output of one run; fails with it."""
     command = [sys.executable, "tools/quickstart.py", "--output", str(output), *SMALL, *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return result.stdout
 

@@ -27,7 +27,7 @@ def start(output: Path, *flags: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, cwd=output.parent, env=environment, stdout=file, stderr=subprocess.STDOUT)
 
 
-def wait_for(output: Path, pattern: str, process: subprocess.Popen[bytes], seconds: float = 90.0) -> re.Match[str]:
+def wait_for(output: Path, pattern: str, process: subprocess.Popen[bytes], seconds: float = 300.0) -> re.Match[str]:
     """The first match of `pattern` in the output; fails with the output when the process ends or time is up."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -45,7 +45,7 @@ def test_sigterm_saves_and_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
     process = start(tmp_path / "first.log", "--save", str(save))
     wait_for(tmp_path / "first.log", r"iteration +3/", process)
     process.send_signal(signal.SIGTERM)
-    process.wait(timeout=60)
+    process.wait(timeout=240)
     text = (tmp_path / "first.log").read_text()
     assert re.search(r"finished at iteration \d+ \(stop signal\)", text) and "to go on: torchrun --nproc-per-node=2" in text
     found, remarks = find_latest(save)
@@ -59,7 +59,7 @@ def test_sigterm_saves_and_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
     assert row is not None, "the start-up table names the process of rank 1"
     os.kill(int(row.group(1)), signal.SIGKILL)
     killed = time.monotonic()
-    assert process.wait(timeout=60) != 0
+    assert process.wait(timeout=240) != 0
     assert time.monotonic() - killed < 45
     latest, _ = find_latest(save)
     assert latest is not None and latest.iteration == found.iteration, "a failed run writes no checkpoint"
@@ -69,7 +69,7 @@ def test_findings_are_printed_alone_with_status_2(tmp_path: Path) -> None:
     flags = ("--global-batch-size", "3", "--lr-warmup-iters", "200000", "--bf16", "--fp64")
     command = [sys.executable, str(ROOT / "pretrain_vla.py"), *TINY, *LONG, *flags]
     result = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        command, capture_output=True, text=True, check=False, timeout=400, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     assert result.returncode == 2
     text = result.stdout + result.stderr

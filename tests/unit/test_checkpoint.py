@@ -216,7 +216,7 @@ def test_next_save_waits_for_the_one_in_the_background(saved: TrainingRun, tmp_p
 
     def noted(*arguments: Any) -> None:
         order.append("start")
-        gate.wait(timeout=20)
+        gate.wait(timeout=120)
         honest(*arguments)
         order.append("end")
 

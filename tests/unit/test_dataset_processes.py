@@ -77,7 +77,7 @@ def test_V02_forked_process_never_uses_inherited_handles(fixture_dataset: Callab
     queue = context.Queue()
     worker = context.Process(target=_count_openings, args=(dataset, queue))
     worker.start()
-    assert queue.get(timeout=60) == (2, [(0, 0, 0), (1, 0, 0)])
+    assert queue.get(timeout=240) == (2, [(0, 0, 0), (1, 0, 0)])
     worker.join()
 
 
@@ -132,7 +132,7 @@ def _in_worker(method: str, subject: RobotDataset) -> tuple[float, float, float]
     queue = context.Queue()
     worker = context.Process(target=_touch_everything, args=(subject, queue))
     worker.start()
-    result: tuple[float, float, float] = queue.get(timeout=120)
+    result: tuple[float, float, float] = queue.get(timeout=400)
     worker.join()
     return result
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_vla.kernels.gated_gelu.op import gated_gelu
 from megatron_vla.models.common.feed_forward import ACTIVATIONS, ActivationName
-from megatron_vla.models.common.merged_linear import MergesProjections, joined_linear, merged_linear
+from megatron_vla.models.common.merged_linear import FusesGatedMlp, MergesProjections, joined_linear, merged_linear
 from megatron_vla.models.common.normalization import RMSNorm
 from megatron_vla.models.common.rotary import RotaryTable, rotate
 from megatron_vla.parallel.linear import column_parallel_linear, replicated_linear, row_parallel_linear
@@ -130,6 +130,9 @@ class GatedMlp(MergesProjections):
         """[B, S, H] -> [B, S, H]."""
         hidden_BSH = gather_rows(hidden_BSH, self.tensor_parallel)
         if self.merged and self.activation == "gelu_tanh":
+            layers = self.gate_proj, self.up_proj, self.down_proj
+            if isinstance(self.gate_proj, FusesGatedMlp) and self.gate_proj.fuses_gated_mlp(layers):
+                return self.gate_proj.gated_mlp(hidden_BSH, layers)
             return self.down_proj(gated_gelu(joined_linear(hidden_BSH, (self.gate_proj, self.up_proj))))
         gate, up = merged_linear(hidden_BSH, (self.gate_proj, self.up_proj), self.merged)
         return self.down_proj(ACTIVATIONS[self.activation](gate) * up)

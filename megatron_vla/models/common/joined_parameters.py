@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -21,14 +20,17 @@ from torch import Tensor, nn
 ParameterName = Literal["weight", "bias"]
 
 
-@dataclass(frozen=True)
 class _Place:
-    """What a layer knows of its neighbours: its number among them, its first row, and their parameters as one (no autograd)."""
+    """What a layer knows of its neighbours: its number among them, its first row, and their parameters as one (no autograd).
 
-    number: int
-    start: int
-    weight: Tensor
-    bias: Tensor | None
+    No dataclass: torch.compile may make one graph per instance of a frozen one.
+    """
+
+    def __init__(self, number: int, start: int, weight: Tensor, bias: Tensor | None):
+        self.number = number
+        self.start = start
+        self.weight = weight
+        self.bias = bias
 
 
 _ATTRIBUTE = "place_among_neighbours"

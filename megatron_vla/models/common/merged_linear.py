@@ -36,6 +36,19 @@ class JointLinear(Protocol):
         ...
 
 
+@runtime_checkable
+class FusesGatedMlp(Protocol):
+    """A linear layer whose class can compute a whole gated MLP (gelu_tanh, gate and up merged) as one function."""
+
+    def fuses_gated_mlp(self, layers: Sequence[nn.Module]) -> bool:
+        """Whether it does so for these (gate, up, down)."""
+        ...
+
+    def gated_mlp(self, hidden: Tensor, layers: Sequence[nn.Module]) -> Tensor:
+        """down(gelu_tanh(gate(hidden)) * up(hidden)): [..., H] -> [..., H]."""
+        ...
+
+
 def merged_linear(hidden: Tensor, linears: Sequence[nn.Module], merged: bool) -> tuple[Tensor, ...]:
     """Output [..., out] of each of `linears` on `hidden` [..., in]; if `merged`, in one product per class of layer.
 
