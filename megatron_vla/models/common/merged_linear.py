@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron_vla.kernels.joined_gradients import op as joined_gradients
 from megatron_vla.models.common.joined_parameters import forget_moved, joined_parameter
 
 
@@ -60,11 +61,18 @@ def merged_linear(hidden: Tensor, linears: Sequence[nn.Module], merged: bool) ->
     outputs: dict[int, Tensor] = {}
     for kind in {type(linear): None for linear in linears}:
         alike = {number: linear for number, linear in enumerate(linears) if type(linear) is kind}
-        parts = _joint_output(hidden, list(alike.values())).split(
-            [linear.get_parameter("weight").shape[0] for linear in alike.values()], dim=-1
-        )
+        parts = _outputs_of_one_class(hidden, list(alike.values()))
         outputs.update(zip(alike, parts, strict=True))
     return tuple(outputs[number] for number in range(len(linears)))
+
+
+def _outputs_of_one_class(hidden: Tensor, linears: Sequence[nn.Module]) -> Sequence[Tensor]:
+    sizes = [linear.get_parameter("weight").shape[0] for linear in linears]
+    bias = None if isinstance(linears[0], JointLinear) else joined_bias(linears)
+    if bias is not None and joined_gradients.can_run(hidden, bias, sizes):
+        output = F.linear(hidden, joined_parameter(linears, "weight"), bias.detach())
+        return joined_gradients.split_with_bias(output, bias, sizes)
+    return _joint_output(hidden, linears).split(sizes, dim=-1)
 
 
 def joined_linear(hidden: Tensor, linears: Sequence[nn.Module]) -> Tensor:
