@@ -30,7 +30,7 @@ SWITCHES: dict[str, list[dict[str, Any]]] = {
         {"activation_checkpoint_module_patterns": ("vision_tower.layers.*", "layers.*")},
         {"activation_checkpoint_module_patterns": ("vision_tower", "layers.*.*.mlp")},
     ],
-    "merge": [{"merge_projections": True}],
+    "merge": [{"merge_projections": True}, {"merge_projections": True, "neighbouring_weights": False}],
     "tf32": [{"allow_tf32": True}],
     "compile": [{"compile": True, "compile_scope": scope} for scope in ("per_layer", "backbone", "multi_group")],
 }
