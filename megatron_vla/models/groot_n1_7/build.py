@@ -21,13 +21,14 @@ from megatron_vla.parallel.parameter_shard import mark_not_decayed
 from megatron_vla.parallel.stage_plan import ModelUnits, plan_stages
 from megatron_vla.parallel.tensor_parallel import NOT_PARALLEL, TensorParallel, tensor_parallel_of
 
+DEEPSTACK = "vision_tower.deepstack_mergers"
 # Kept in fp32 in bf16 modules: everything cheap whose rounding error reaches every token or the action interface.
 FP32_PATTERNS = (
     "vision_tower.position_embedding",
     "vision_tower.layers.*.layer_norm1",
     "vision_tower.layers.*.layer_norm2",
     "vision_tower.merger.norm",
-    "vision_tower.deepstack_mergers.*.norm",
+    f"{DEEPSTACK}.*.norm",
     "text_layers.*.input_norm",
     "text_layers.*.post_attention_norm",
     "text_layers.*.attention.q_norm",
@@ -100,8 +101,11 @@ def is_decayed_by_recipe(name: str) -> bool:
 
 def set_dtypes(model: GrootN17Model, dtype: torch.dtype) -> None:
     """Give trained modules `dtype` (with fp32 exceptions in bf16) and frozen backbone modules --frozen-dtype."""
-    set_parameter_dtypes(model, dtype, FP32_PATTERNS)
-    if model.config.frozen_dtype == "as_model" or dtype == torch.float64:
+    config = model.config
+    # Releases differ in these two: there may be none.
+    absent = (() if config.vl_num_layers else ("vl_layers",)) + (() if config.vision_deepstack_layers else (DEEPSTACK,))
+    set_parameter_dtypes(model, dtype, [p for p in FP32_PATTERNS if not any(covers(part, p) for part in absent)])
+    if config.frozen_dtype == "as_model" or dtype == torch.float64:
         return
     for name, parameter in model.named_parameters():
         is_backbone = any(covers(pattern, name) for pattern in BACKBONE_PATTERNS)
@@ -129,6 +133,7 @@ def build(config: RunConfig, groups: Any = None) -> GrootN17Model:
             tensor_parallel=tensor_parallel_of(config.parallel, groups),
             kind=GrootN17Stage if config.parallel.pipeline_model_parallel_size > 1 else GrootN17Model,
         )
+    model.merges_over_blocks = config.parallel.data_parallel_strategy != "fsdp2"
     set_dtypes(model, parameter_dtype(config.model))
     if isinstance(model, GrootN17Stage):
         model.keep(plan_stages(pipeline_units(config), config.parallel), groups.pipeline_model_parallel_rank)
