@@ -20,13 +20,15 @@ class ServedSettings(Protocol):
     """What every family's settings tell those who let its policies act.
 
     action_horizon, max_action_dim: of the model; num_steps, action_dim: of the robot, whose chunks come out. camera_keys: ""
-    where a view has no camera. frame_steps: steps relative to now of the frames that each camera gives.
+    where a view has no camera. frame_steps, state_steps: steps relative to now of the frames of each camera, and of the states.
     """
 
     @property
     def camera_keys(self) -> tuple[str, ...]: ...
     @property
     def frame_steps(self) -> tuple[int, ...]: ...
+    @property
+    def state_steps(self) -> tuple[int, ...]: ...
     @property
     def image_size(self) -> int: ...
     @property

@@ -80,6 +80,11 @@ class PreprocessSettings:
         return (0,)
 
     @property
+    def state_steps(self) -> tuple[int, ...]:
+        """Steps relative to now of the states."""
+        return (0,)
+
+    @property
     def about_robot(self) -> dict[str, Any]:
         """Names that a client should know, beside cameras and dimensions."""
         return {}

@@ -94,9 +94,10 @@ def compatibility(
     for what, width, its in (("state", own.state_dim, backend.state_names), ("action", own.action_dim, backend.action_names)):
         if its and width != len(its):
             raise ValueError(f"the checkpoint's {what} has {width} dimensions, {backend.name}'s {len(its)} ({', '.join(its)})")
-    if own.frame_steps != (0,):
-        what = f"the checkpoint sees pictures of the steps {list(own.frame_steps)} relative to now, simulators show the present"
-        raise ValueError(f"{what} -> let a client that keeps them ask tools/serve_policy.py")
+    for what, steps in (("pictures", own.frame_steps), ("states", own.state_steps)):
+        if steps != (0,):
+            told = f"the checkpoint sees {what} of the steps {list(steps)} relative to now, simulators show the present"
+            raise ValueError(f"{told} -> let a client that keeps them ask tools/serve_policy.py")
     rate = backend.fps(settings)
     if config.eval_check_rate and own.action_fps is not None and abs(own.action_fps - rate) > 0.01 * rate:
         repeat = backend.fps(dataclasses.replace(settings, action_repeat=1)) / own.action_fps

@@ -275,6 +275,7 @@ def describe(policy: Policy, config: ServerConfig) -> dict[str, Any]:
         "state_key": names.get(config.state_key, config.state_key),
         "cameras": [names.get(key, key) for key in policy.camera_keys],
         "frame_steps": list(settings.frame_steps),
+        "state_steps": list(settings.state_steps),
         "image_size": settings.image_size,
         **settings.about_robot,
         "num_inference_steps": policy.num_steps,

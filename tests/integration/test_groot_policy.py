@@ -186,7 +186,9 @@ def train_on_poses(folder: Path, **modality: Any) -> Path:
     """A checkpoint of a robot with relative poses; returns the --save folder."""
     write_dataset(folder / "robot")
     write_modality_config(folder, **modality)
-    flags = ("--modality-config", str(folder / "modality_config.json"), "--train-iters", "1", "--lr-warmup-iters", "0")
+    flags = ["--modality-config", str(folder / "modality_config.json"), "--train-iters", "1", "--lr-warmup-iters", "0"]
+    if "state" in modality:
+        flags += ["--state-history-length", str(len(modality["state"]["delta_indices"]))]
     place = ("--save", str(folder / "checkpoints"), "--no-first-batch-report")
     config = parse_args(data_flags(folder / "robot", write_tokenizer(folder), *flags, *place))
     with training_session(config, FAMILY) as session:
@@ -253,9 +255,10 @@ def test_actions_come_back_in_the_units_of_the_request(tmp_path: Path) -> None:
 
 
 def test_replay_of_a_policy_that_sees_the_past(tmp_path: Path) -> None:
-    """Two frames a camera reach the model through a client's message; simulators, which show one, are refused."""
+    """Two frames a camera and two states reach the model by a client's message; simulators, which show one, are refused."""
     video = {"delta_indices": [-3, 0], "modality_keys": ["front", "wrist"]}
-    save = train_on_poses(tmp_path, video=video)
+    state = {"delta_indices": [-1, 0], "modality_keys": ["pose", "gripper", "arm"]}
+    save = train_on_poses(tmp_path, video=video, state=state)
     policy = load_policy(open_checkpoint(save), PolicySettings(device="cpu"), report=quiet)
     result = replay(policy, open_checkpoint(save), from_dict(open_checkpoint(save).config()), 3, say=quiet)
     assert result.differing == () and "pixels_PC" in result.fields

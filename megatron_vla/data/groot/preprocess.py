@@ -107,6 +107,11 @@ class GrootPreprocessSettings:
         return self.modality.video.delta_indices
 
     @property
+    def state_steps(self) -> tuple[int, ...]:
+        """Steps relative to now of the states."""
+        return self.modality.state.delta_indices
+
+    @property
     def image_size(self) -> int:
         """Side (or shorter side) of the pictures that the model sees."""
         return self.pictures.edge
