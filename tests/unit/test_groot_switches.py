@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -175,7 +176,6 @@ GRAPHS = ("--runner", "full_iteration_graph", "--prompt-padding", "max")
     [
         (("--packing",), "--packing", "groot_n1_7 cannot read packs"),
         (("--mock-camera-counts", "1", "2"), "--mock-camera-counts", "--mock-num-cameras"),
-        (("--eval-interval", "5"), "--eval-interval", "no sampling"),
         (("--mock-min-prompt-length", "2"), "--mock-min-prompt-length", "--mock-prompt-length"),
         (("--attention-backend", "varlen"), "--attention-backend", "causal"),
         (
@@ -202,3 +202,10 @@ def test_what_cannot_work_is_refused(flags: tuple[str, ...], where: str, words: 
 )
 def test_sharding_is_allowed(flags: tuple[str, ...]) -> None:
     assert [str(f) for f in check(run_config(*FSDP, *flags), FAMILY, 2) if f.severity == "error"] == []
+
+
+def test_a_family_without_sampling_is_not_evaluated() -> None:
+    config = run_config("--eval-interval", "5")
+    told = [f.what for f in check(config, replace(FAMILY, sample_actions=None), 1) if f.where == "--eval-interval"]
+    assert any("no sampling" in what for what in told)
+    assert not any("no sampling" in f.what for f in check(config, FAMILY, 1))

@@ -102,6 +102,31 @@ class GrootPreprocessSettings:
         return self.steps.horizon
 
     @property
+    def frame_steps(self) -> tuple[int, ...]:
+        """Steps relative to now of the frames that each camera gives."""
+        return self.modality.video.delta_indices
+
+    @property
+    def state_steps(self) -> tuple[int, ...]:
+        """Steps relative to now of the states."""
+        return self.modality.state.delta_indices
+
+    @property
+    def image_size(self) -> int:
+        """Side (or shorter side) of the pictures that the model sees."""
+        return self.pictures.edge
+
+    @property
+    def about_robot(self) -> dict[str, Any]:
+        """Names that a client should know, beside cameras and dimensions."""
+        return {
+            "embodiment_tag": self.embodiment_tag,
+            "embodiment_id": self.embodiment_id,
+            "state_keys": list(self.modality.state.keys),
+            "action_keys": list(self.modality.action.keys),
+        }
+
+    @property
     def shape(self) -> SampleShape:
         """The make-up of samples that a dataset must give."""
         video, state = self.modality.video.delta_indices, self.modality.state.delta_indices

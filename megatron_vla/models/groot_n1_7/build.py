@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -51,13 +51,13 @@ EMBODIMENT_PATTERNS = ("state_encoder", "action_encoder", "action_decoder")
 # Assumed for balancing pipeline stages when no flag names the cameras.
 DEFAULT_VIEWS = 2
 
-# First match decides.
+_EMBODIMENT_INITIALIZERS = {"released": draw.normal(0.02), "fan_in": draw.inverse_sqrt_inputs_normal}
+# First match decides; per-embodiment weights come before.
 _WEIGHT_RULES: tuple[tuple[str, draw.Initializer], ...] = (
     *((pattern, draw.ones) for pattern in NORM_PATTERNS),
     ("vision_tower", draw.normal(0.02)),
     ("token_embedding", draw.normal(0.02)),
     ("text_layers", draw.normal(0.02)),
-    *((pattern, draw.normal(0.02)) for pattern in EMBODIMENT_PATTERNS),
     ("action_position_embedding", draw.normal(0.02)),
     # torch's own default for linear layers, which the released head starts from.
     ("vl_layers", draw.inverse_sqrt_fan_in_uniform),
@@ -71,7 +71,9 @@ _WEIGHT_RULES: tuple[tuple[str, draw.Initializer], ...] = (
 
 def initialize(model: nn.Module, seed: int) -> None:
     """Draw all first values from `seed`."""
-    draw.initialize_parameters(model, draw.by_pattern(_WEIGHT_RULES), seed)
+    of_embodiments = _EMBODIMENT_INITIALIZERS[cast(GrootN17Model, model).config.embodiment_init]
+    rules = (*((pattern, of_embodiments) for pattern in EMBODIMENT_PATTERNS), *_WEIGHT_RULES)
+    draw.initialize_parameters(model, draw.by_pattern(rules), seed)
 
 
 def build_module(

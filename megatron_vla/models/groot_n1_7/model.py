@@ -239,6 +239,13 @@ class GrootN17Model(nn.Module):
             tokens = layer(tokens, condition_BE, num_tokens, owners, read, mask)
         return self.read_out(batch, tokens, condition_BE, num_tokens, owners)
 
+    def prefill(self, batch: GrootN17Batch) -> tuple[Memory, list[KeyValue | None]]:
+        """What sampling computes once: the backbone's tokens, and their keys and values in every block."""
+        features_BSH = self.backbone(batch)
+        with self.autocast(features_BSH.device):
+            memory = self.memory(batch, features_BSH)
+            return memory, self.cached_memory(memory)
+
     def cached_memory(self, memory: Memory) -> list[KeyValue | None]:
         """Keys and values of every block that reads the backbone: they do not depend on flow time."""
         cached: list[KeyValue | None] = [None] * len(self.dit_layers)
