@@ -1,4 +1,4 @@
-"""A tiny Pi0.5 with a simulator's cameras, state and actions, trained for one step, as a checkpoint folder."""
+"""A tiny policy with a simulator's cameras, state and actions, trained for one step, as a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -41,28 +41,48 @@ def write_metaworld_like(root: Path, fps: int = 20, backend: EnvironmentBackend 
     return writer.finalize()
 
 
-def training_flags(folder: Path, *flags: str, backend: EnvironmentBackend = METAWORLD) -> list[str]:
-    """A run on `write_metaworld_like` that saves under folder/checkpoints."""
-    from tests.unit.preprocess_fixtures import tokenizer_bytes
+# A model of each family, small enough for tests. GR00T's chunk of 6 steps is padded to 8, its pictures give 4 tokens each.
+MODEL_FLAGS = {
+    "pi05": ("--image-size", "28", "--num-layers", "2", "--vision-num-layers", "1", "--action-horizon", "6"),
+    "groot_n1_7": (
+        *("--image-size", "64", "--action-horizon", "8", "--action-steps", "6", "--embodiment-id", "1"),
+        *("--image-token", "5", "--padding-token", "0", "--prompt-bucket-size", "8"),
+    ),
+}
 
+
+def write_tokenizer(folder: Path, model_name: str) -> Path:
+    """A tokenizer of the family's kind."""
+    if model_name == "pi05":
+        from tests.unit.preprocess_fixtures import tokenizer_bytes
+
+        path = folder / "tokenizer.model"
+        path.write_bytes(tokenizer_bytes())
+        return path
+    from tests.unit.groot_fixtures import write_tokenizer as write_byte_pair_tokenizer
+
+    return write_byte_pair_tokenizer(folder)
+
+
+def training_flags(folder: Path, *flags: str, backend: EnvironmentBackend = METAWORLD, model_name: str = "pi05") -> list[str]:
+    """A run on `write_metaworld_like` that saves under folder/checkpoints."""
     if not (folder / "data").exists():
         write_metaworld_like(folder / "data", backend=backend)
-        (folder / "tokenizer.model").write_bytes(tokenizer_bytes())
     top, wrist = backend.cameras
     return [
-        *("--model-variant", "tiny", "--image-size", "28", "--num-layers", "2", "--vision-num-layers", "1"),
-        *("--data-path", str(folder / "data"), "--tokenizer-model", str(folder / "tokenizer.model")),
+        *("--model-name", model_name, "--model-variant", "tiny", *MODEL_FLAGS[model_name]),
+        *("--data-path", str(folder / "data"), "--tokenizer-model", str(write_tokenizer(folder, model_name))),
         *("--camera-map", f"base={top}", f"left_wrist={wrist}", "--dataset-action-representation", "delta"),
         *("--micro-batch-size", "2", "--train-iters", "1", "--lr-warmup-iters", "0", "--num-workers", "0"),
-        *("--save", str(folder / "checkpoints"), "--no-first-batch-report", "--action-horizon", "6"),
+        *("--save", str(folder / "checkpoints"), "--no-first-batch-report"),
         *flags,
     ]
 
 
-def train_checkpoint(folder: Path, *flags: str, backend: EnvironmentBackend = METAWORLD) -> Path:
+def train_checkpoint(folder: Path, *flags: str, backend: EnvironmentBackend = METAWORLD, model_name: str = "pi05") -> Path:
     """Train as asked; returns the --save folder."""
-    config = parse_args(training_flags(folder, *flags, backend=backend))
-    with training_session(config, model_family("pi05")) as session:
+    config = parse_args(training_flags(folder, *flags, backend=backend, model_name=model_name))
+    with training_session(config, model_family(model_name)) as session:
         train(session)
     return folder / "checkpoints"
 
@@ -75,6 +95,6 @@ def random_observation(seed: int, instruction: str = "Open a drawer") -> Observa
 
 
 def opened_up(policy: Policy) -> Policy:
-    """With large random weights: a fresh Pi0.5 starts with closed branches, so that its actions depend on the noise alone."""
+    """With large random weights: fresh models start with closed branches or small steps, so that actions are mostly noise."""
     initialize_parameters(policy.module, lambda name: normal(0.2), seed=7)
     return policy

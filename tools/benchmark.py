@@ -7,7 +7,8 @@ recomputation not counted, over the GPU's dense bf16 datasheet rate), kernels (a
 graph launched), host synchronisations and graph launches of one profiled steady step, the losses of the first ten steps on
 fixed draws and their difference to the rung above. A rung may set "num_processes": it then runs under torchrun, samples/s and
 memory are per GPU, and the share of the communication time that other kernels hide is reported. With a graph runner, --warmup
-must cover its own warm-up steps and the captures ("spoiled_steps" counts what did not fit).
+must cover its own warm-up steps and the captures ("spoiled_steps" counts what did not fit). --profile FOLDER writes what the
+profiled step consists of (tools/step_profile.py), which explains a figure without another run.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from step_profile import activities_of, write_profile
+
 # Dense bf16 datasheet rates in FLOP/s, by a piece of the name that torch reports.
 PEAK_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 HOST_SYNC_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
@@ -42,13 +45,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="where to write the result JSON (a PNG goes beside it)")
     parser.add_argument("--steps", type=int, default=20, help="measured steps per rung")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the timing starts; their losses count")
+    parser.add_argument("--profile", type=Path, help="folder for two files per rung about the kernels of the profiled step")
     parser.add_argument("--extra-flags", nargs=argparse.REMAINDER, default=[], help="appended to every rung (last argument)")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int) -> None:
-    """Train `warmup + steps` steps in this process and write the rung's figures to `output`."""
+def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int, profile_folder: Path | None) -> None:
+    """Train `warmup + steps` steps in this process and write the rung's figures to `output`.
+
+    profile_folder: for files about the main rank's profiled step; None: none.
+    """
     import torch
     import torch.distributed as dist
 
@@ -67,7 +74,11 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int) ->
         losses += timed_losses
         peaks_gib: list[float] = [0.0] * groups.world_size
         dist.all_gather_object(peaks_gib, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0, group=groups.host_group)
-        profiled = _profile_step(stepper) if on_gpu else dict.fromkeys(PROFILED)
+        profiled: dict[str, Any] = dict.fromkeys(PROFILED)
+        if on_gpu:
+            profiled, on_device = _profile_step(stepper)
+            if profile_folder is not None and groups.is_main:
+                write_profile(profile_folder, rung["name"], activities_of(on_device))
         samples = config.global_batch_size(groups.world_size) / groups.world_size
         shapes = {name: list(tensor.shape) for name, tensor in stepper.last_batch.tensors().items()}
         module: Any = run.state.module
@@ -164,8 +175,8 @@ class _Stepper:
         return [start.elapsed_time(end) for start, end in itertools.pairwise(events)], losses
 
 
-def _profile_step(stepper: _Stepper) -> dict[str, int]:
-    """Count kernels, copies, host synchronisations and graph launches of one steady step."""
+def _profile_step(stepper: _Stepper) -> tuple[dict[str, Any], list[Any]]:
+    """Kernels, copies, host synchronisations and graph launches of one steady step, counted; and the device's events."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -183,7 +194,7 @@ def _profile_step(stepper: _Stepper) -> dict[str, int]:
     kernels = [e for e in on_device if not e.name.startswith(copies)]
     # What a graph launches carries the number of that launch.
     launches = {e.id for e in events if e.name == "cudaGraphLaunch"}
-    return {
+    counts = {
         "kernels": len(kernels),
         "kernels_in_graphs": sum(e.id in launches for e in kernels),
         "copies": len(on_device) - len(kernels),
@@ -191,6 +202,7 @@ def _profile_step(stepper: _Stepper) -> dict[str, int]:
         "graph_launches": len(launches),
         **_communication(on_device),
     }
+    return counts, on_device
 
 
 def _communication(on_device: list[Any]) -> dict[str, float]:
@@ -245,6 +257,7 @@ def _run_rung(rung: dict[str, Any], flags: list[str], arguments: argparse.Namesp
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         command = [sys.executable, *(launcher if processes > 1 else []), __file__, "--worker", str(task)]
         command += ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
+        command += [] if arguments.profile is None else ["--profile", str(arguments.profile)]
         finished = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
         if finished.returncode:
             last_lines = (finished.stderr or finished.stdout).strip().splitlines()[-12:]
@@ -334,7 +347,7 @@ def main() -> None:
     arguments = parse()
     if arguments.worker:
         rung = json.loads(arguments.worker.read_text())
-        measure_rung(rung, Path(rung["output"]), arguments.steps, arguments.warmup)
+        measure_rung(rung, Path(rung["output"]), arguments.steps, arguments.warmup, arguments.profile)
         return
     if arguments.ladder is None or arguments.output is None:
         raise SystemExit("--ladder and --output are required")

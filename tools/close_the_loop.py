@@ -1,11 +1,13 @@
 """Closes the loop on one GPU: demonstrations of MT10, a small policy trained from scratch on them, its success.
 
-    python tools/close_the_loop.py --output outputs/loop --train-seconds 240 --num-processes 16
-    python tools/close_the_loop.py --output outputs/loop --train-flags="--bf16 --compile" --train-iters 2000
+    python tools/close_the_loop.py --output outputs/loop --switches all --train-seconds 180 --num-processes 16
+    python tools/close_the_loop.py --output outputs/loop_groot --model-name groot_n1_7 --switches all --train-seconds 180
+    ... --compare-switches        the same once more with every speed switch off, for as many steps; success must agree
 
-The first form trains until the time is over (constant learning rate, averaged weights), the second for a fixed number of steps
-with a cosine schedule, for comparisons. Machines without a network: --packages FOLDER uses the wheels and GL libraries that
-examples/metaworld/fetch_packages.sh collected. Each stage's command is printed; a rerun reuses recorded data and checkpoints.
+Training lasts until the time is over (constant learning rate, averaged weights), or with --train-iters for so many steps
+(cosine schedule). Machines without a network: --packages FOLDER uses the wheels and GL libraries that
+examples/metaworld/fetch_packages.sh collected. Each stage's command is printed; a rerun reuses recorded data and checkpoints,
+and goes on with trainings of a fixed number of steps. Exit status 3: success below --min-success, or changed by the switches.
 """
 
 from __future__ import annotations
@@ -25,14 +27,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any, Literal
 
 from megatron_vla.config.cli import StrictParser, add_section, build_section
+from megatron_vla.evaluation.gate import paired_test
+from megatron_vla.evaluation.results import read_trials
+from megatron_vla.training.checkpoint_folder import find_latest
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDED = ("mujoco", "metaworld", "gymnasium", "glfw", "OpenGL", "scipy", "imageio", "pyarrow", "sentencepiece", "PIL")
+NEEDED = ("mujoco", "metaworld", "gymnasium", "glfw", "OpenGL", "scipy", "imageio", "pyarrow", "PIL")
 CAMERA_MAP = ("--camera-map", "base=observation.images.top", "left_wrist=observation.images.wrist")
 # MetaWorld's actions shift the hand's target: they are relative to the state already.
 DATA_FLAGS = ("--dataset-action-representation", "delta", "--data-access", "decode_once")
+CHANGED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +64,8 @@ class LoopConfig:
     episodes_per_task: int = 100
     """Demonstrations of each task."""
 
-    image_size: int = 112
-    """Side of the pictures in pixels (a multiple of the model's patch)."""
+    image_size: int | None = None
+    """Side of the pictures in pixels (a multiple of the model's patch). Not set: as the family's recipe says."""
 
     action_repeat: int = 2
     """Control steps (80 per second) that an action is held for."""
@@ -87,8 +94,15 @@ class LoopConfig:
     train_iters: int | None = None
     """Train for so many steps instead, with a cosine schedule."""
 
-    train_flags: str = "--bf16"
-    """Further training flags, the speed switches among them, as one string: --train-flags="--bf16 --compile"."""
+    switches: Literal["default", "all"] = "default"
+    """default: the speed switches that are on without flags. all: every one that the family has (needs a GPU)."""
+
+    compare_switches: bool = False
+    """Afterwards train again from the same first weights with every speed switch off, for as many steps on the same samples,
+    evaluate it in the same trials, and say whether its success lies within the interval of the first."""
+
+    train_flags: str = ""
+    """Further training flags, as one string: --train-flags="--fp8 native"."""
 
     train_name: str = "run"
     """Name of this training's folder below --output, so that variants share the demonstrations."""
@@ -107,6 +121,57 @@ class LoopConfig:
 
     num_processes: int = 16
     """Simulator processes, and data workers of the training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyRecipe:
+    """What differs between the families.
+
+    tokenizer: its file, how it is made, and the package that reads it. model: flags of the small model. horizon: flags that get
+    the number of actions. all_switches, no_switches: flags of training with every speed switch on, and off.
+    """
+
+    image_size: int
+    tokenizer: str
+    tokenizer_package: str
+    tokenizer_flags: tuple[str, ...] = ()
+    model: tuple[str, ...]
+    horizon: tuple[str, ...]
+    all_switches: tuple[str, ...]
+    no_switches: tuple[str, ...]
+
+
+FAST = ("--compile", "--merge-projections", "--unmasked-attention", "flash", "--runner", "full_iteration_graph", "--allow-tf32")
+RECIPES = {
+    "pi05": FamilyRecipe(
+        image_size=112,
+        tokenizer="tokenizer.model",
+        tokenizer_package="sentencepiece",
+        model=("--max-prompt-length", "48"),
+        horizon=("--action-horizon",),
+        all_switches=("--attention-backend", "matmul", *FAST),
+        no_switches=("--attention-backend", "eager", "--no-fused-adam", "--no-skip-dead-compute"),
+    ),
+    "groot_n1_7": FamilyRecipe(
+        image_size=128,
+        tokenizer="tokenizer.json",
+        tokenizer_package="tokenizers",
+        tokenizer_flags=("--kind", "byte_pair"),
+        model=(
+            # The backbone starts from nothing, so all of it is trained, and a dropout made for many epochs is left out.
+            *("--tune-llm", "--tune-visual", "--dropout", "0", "--state-dropout-prob", "0"),
+            # A token for every 16 x 16 pixels, as in the other family: with the released 32 x 32 the small objects of the tasks
+            # share a token with their surroundings. Nothing of the picture is cropped.
+            *("--vision-spatial-merge-size", "1", "--vision-num-position-embeddings", "64", "--image-crop-fraction", "1"),
+            # One width for all: one graph in training, and one batch for all tasks in the evaluation.
+            *("--max-prompt-length", "160", "--prompt-padding", "max", "--mask-vl-self-attention"),
+            *("--image-token", "5", "--padding-token", "0", "--embodiment-id", "0"),
+        ),
+        horizon=("--action-horizon", "--action-steps"),
+        all_switches=FAST,
+        no_switches=("--attention-backend", "eager", "--no-fused-adam"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -162,7 +227,7 @@ def is_installed(distribution: str) -> bool:
     return True
 
 
-def prepared_environment(packages: str | None) -> dict[str, str]:
+def prepared_environment(packages: str | None, needed: Sequence[str]) -> dict[str, str]:
     """Environment of the stages, with --packages unpacked. Raises ValueError naming what is still missing."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     paths = [str(ROOT)]
@@ -181,83 +246,181 @@ def prepared_environment(packages: str | None) -> dict[str, str]:
         libraries = [str(folder / "gl")] if (folder / "gl").is_dir() else []
         environment["LD_LIBRARY_PATH"] = os.pathsep.join([*libraries, *filter(None, [environment.get("LD_LIBRARY_PATH")])])
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(f"not installed: {', '.join(missing)} -> pip install -e '.[eval]', or --packages FOLDER")
+        raise ValueError(f"not installed: {', '.join(missing)} -> pip install -e '.[data,groot,eval]', or --packages FOLDER")
     return environment
 
 
-def training_command(config: LoopConfig, output: Path) -> list[object]:
+@dataclass(frozen=True)
+class Training:
+    """One training: its folder, the flags that it has of its own, and its steps (None: until the time is over)."""
+
+    save: Path
+    flags: tuple[str, ...]
+    steps: int | None
+
+    @property
+    def results(self) -> Path:
+        """Folder of its evaluation."""
+        return self.save.with_name(f"{self.save.name}_evaluation")
+
+
+def recipe_of(config: LoopConfig) -> FamilyRecipe:
+    """Raises ValueError for a family without one."""
+    if config.model_name not in RECIPES:
+        raise ValueError(f"--model-name {config.model_name}: known are {', '.join(RECIPES)}")
+    return RECIPES[config.model_name]
+
+
+def image_size(config: LoopConfig) -> str:
+    """--image-size, or the recipe's."""
+    return str(config.image_size or recipe_of(config).image_size)
+
+
+def saved_steps(save: Path) -> int | None:
+    """Iteration of the latest checkpoint; None before the first."""
+    found = find_latest(save)[0] if save.is_dir() else None
+    return None if found is None else found.iteration
+
+
+def training_command(config: LoopConfig, output: Path, training: Training) -> list[object]:
     """Train from scratch on the recorded demonstrations."""
-    save = output / config.train_name
-    schedule = ["--train-iters", "1000000", "--lr-decay-style", "constant"]
+    recipe, save = recipe_of(config), training.save
+    schedule = ["--train-iters", str(training.steps or 1_000_000), "--lr-decay-style", "constant"]
     if config.train_iters is not None:
         schedule = ["--train-iters", str(config.train_iters), "--min-lr", str(config.lr / 50)]
+    if training.steps is not None:
+        # So that a machine whose time is over loses little.
+        schedule += ["--save-interval", "500", "--keep-last", "1"]
     return [
         "pretrain_vla.py",
         *("--model-name", config.model_name, "--model-variant", config.model_variant),
-        *("--image-size", str(config.image_size), "--action-horizon", str(config.action_horizon), "--max-action-dim", "8"),
-        *("--vocab-size", "1024", "--max-prompt-length", "48"),
-        *("--data-path", output / "demonstrations", "--tokenizer-model", output / "tokenizer.model"),
+        *("--image-size", image_size(config), "--max-action-dim", "8", "--vocab-size", "1024", *recipe.model),
+        *(word for flag in recipe.horizon for word in (flag, str(config.action_horizon))),
+        *("--data-path", output / "demonstrations", "--tokenizer-model", output / recipe.tokenizer),
         *(*CAMERA_MAP, *DATA_FLAGS, "--num-workers", str(max(1, config.num_processes - 2))),
         *("--micro-batch-size", str(config.micro_batch_size), "--lr", str(config.lr), "--lr-warmup-iters", "100"),
-        *("--weight-decay", "0.01", "--ema-decay", "0.995", "--log-interval", "20", *schedule),
-        *("--save", save, "--load", save, *shlex.split(config.train_flags)),
+        *("--weight-decay", "0.01", "--ema-decay", "0.995", "--log-interval", "20", *schedule, "--bf16"),
+        *("--save", save, "--load", save, *training.flags),
     ]
 
 
-def evaluation_command(config: LoopConfig, output: Path, results: Path) -> list[object]:
-    """Closed-loop trials from starts that no demonstration had."""
+def evaluation_command(config: LoopConfig, training: Training, baseline: Training | None = None) -> list[object]:
+    """Closed-loop trials from starts that no demonstration had; compared with another training's in pairs."""
     return [
-        *("-m", "megatron_vla.evaluation", "--checkpoint", output / config.train_name, "--output", results),
+        *("-m", "megatron_vla.evaluation", "--checkpoint", training.save, "--output", training.results),
+        *(("--baseline", baseline.results) if baseline is not None else ()),
         *("--eval-suite", config.suite, "--eval-tasks", *config.tasks),
-        *("--eval-image-size", str(config.image_size), "--eval-action-repeat", str(config.action_repeat)),
+        *("--eval-image-size", image_size(config), "--eval-action-repeat", str(config.action_repeat)),
         *("--eval-max-steps", str(config.max_steps), "--eval-trials-per-task", str(config.trials_per_task)),
         *("--eval-workers", str(2 * config.num_processes), "--eval-gate", f"min_success={config.min_success}"),
         *shlex.split(config.eval_flags),
     ]
 
 
-def record_and_train(loop: Loop, output: Path) -> None:
-    """Everything up to the checkpoint."""
-    config, demonstrations = loop.config, output / "demonstrations"
+def record(loop: Loop, output: Path) -> None:
+    """Demonstrations and tokenizer."""
+    config, recipe, demonstrations = loop.config, recipe_of(loop.config), output / "demonstrations"
     recorder: list[object] = [
         *("tools/record_demonstrations.py", "--output", demonstrations, "--suite", config.suite, "--tasks", *config.tasks),
-        *("--episodes-per-task", str(config.episodes_per_task), "--image-size", str(config.image_size)),
+        *("--episodes-per-task", str(config.episodes_per_task), "--image-size", image_size(config)),
         *("--action-repeat", str(config.action_repeat), "--noise-fraction", str(config.noise_fraction)),
         *("--picture-format", "png", "--num-processes", str(config.num_processes)),
     ]
     loop.run("record", recorder)
-    tokenizer = output / "tokenizer.model"
+    tokenizer = output / recipe.tokenizer
     if not tokenizer.exists():
-        loop.run("tokenizer", ["tools/train_tokenizer.py", "--data-path", demonstrations, "--output", tokenizer])
-    save = output / config.train_name
-    if config.train_iters is None and save.exists():
-        print(f"\n== train\n{save} is there, reused (another --train-name trains again)")
+        command = ["tools/train_tokenizer.py", "--data-path", demonstrations, "--output", tokenizer, *recipe.tokenizer_flags]
+        loop.run("tokenizer", command)
+
+
+def train(loop: Loop, output: Path, training: Training, stage: str) -> None:
+    """A complete checkpoint in `training.save`: made, gone on with, or reused."""
+    if training.steps is None and saved_steps(training.save) is not None:
+        print(f"\n== {stage}\n{training.save} is there, reused (another --train-name trains again)")
         return
-    stop = None if config.train_iters is not None else StopAfter(config.train_seconds, save / "logs/metrics.jsonl")
-    loop.run("train", training_command(config, output), stop=stop)
+    stop = None
+    if training.steps is None:
+        # What a killed training left would stop the clock at once.
+        metrics = training.save / "logs/metrics.jsonl"
+        metrics.unlink(missing_ok=True)
+        stop = StopAfter(loop.config.train_seconds, metrics)
+    loop.run(stage, training_command(loop.config, output, training), stop=stop)
+
+
+def keep_results(loop: Loop, output: Path, training: Training) -> None:
+    """Times and, with --results, copies of the small files."""
+    results = training.results
+    (results / "times.json").write_text(json.dumps({name: round(value, 1) for name, value in loop.seconds.items()}))
+    if loop.config.results is None:
+        return
+    copied = Path(loop.config.results) / training.save.name
+    shutil.copytree(results, copied, dirs_exist_ok=True)
+    for source in (training.save / "logs/metrics.jsonl", training.save / "logs/loss_curve.png"):
+        if source.exists():
+            shutil.copy(source, copied)
+    shutil.copy(output / "demonstrations/meta/recording.json", copied)
+
+
+def comparison(switched: Training, plain: Training) -> tuple[dict[str, Any], list[str]]:
+    """Success with the switches on and off: JSON-ready, and for people."""
+    on, off = (json.loads((training.results / "report.json").read_text()) for training in (switched, plain))
+    test = paired_test(read_trials(plain.results), read_trials(switched.results))
+    low, high = on["interval_95"]
+    is_inside = bool(low <= off["success"] <= high)
+    result = {
+        "steps": saved_steps(plain.save),
+        "switches_on": {name: on[name] for name in ("success", "interval_95", "trials")},
+        "switches_off": {name: off[name] for name in ("success", "interval_95", "trials")},
+        "off_is_within_interval": is_inside,
+        "trials_gained_by_off": test.gained,
+        "trials_lost_by_off": test.lost,
+        "p_off_is_worse": test.p_worse,
+        "p_off_is_better": test.p_better,
+    }
+    lines = [
+        f"switches on   success {on['success']:.1%} ({low:.1%} to {high:.1%}, {on['trials']} trials)",
+        f"switches off  success {off['success']:.1%}, {'within' if is_inside else 'OUTSIDE'} that interval, after "
+        f"{result['steps']} steps as well",
+        f"in pairs      {test.gained} trials gained and {test.lost} lost without them of {test.trials}, exact McNemar "
+        f"p = {test.p_worse:.3g} (worse), {test.p_better:.3g} (better)",
+    ]
+    return result, lines
+
+
+def compare_switches(loop: Loop, output: Path, switched: Training) -> bool:
+    """Train and evaluate without any speed switch; whether success lies within the interval of `switched`."""
+    steps = saved_steps(switched.save)
+    assert steps is not None, "evaluated just now"
+    flags = (*recipe_of(loop.config).no_switches, *shlex.split(loop.config.train_flags))
+    plain = Training(switched.save.with_name(f"{switched.save.name}_plain"), flags, steps)
+    train(loop, output, plain, "train without switches")
+    loop.run("evaluate without switches", evaluation_command(loop.config, plain, switched), accept=(0, 3))
+    result, lines = comparison(switched, plain)
+    (plain.results / "comparison.json").write_text(json.dumps(result, indent=1) + "\n")
+    keep_results(loop, output, plain)
+    print("\n".join(["", *lines]))
+    return bool(result["off_is_within_interval"])
 
 
 def close_the_loop(config: LoopConfig) -> int:
-    """All stages; the exit status of the gate."""
+    """All stages; the exit status."""
+    recipe = recipe_of(config)
     output = Path(config.output).resolve()
     output.mkdir(parents=True, exist_ok=True)
-    loop = Loop(config, prepared_environment(config.packages))
-    record_and_train(loop, output)
-    results = output / f"{config.train_name}_evaluation"
-    status = loop.run("evaluate", evaluation_command(config, output, results), accept=(0, 3))
-    loop.run("replay", ["-m", "megatron_vla.evaluation", "--checkpoint", output / config.train_name, "--replay", "64"])
-    (results / "times.json").write_text(json.dumps({name: round(value, 1) for name, value in loop.seconds.items()}))
-    if config.results is not None:
-        copied = Path(config.results) / config.train_name
-        shutil.copytree(results, copied, dirs_exist_ok=True)
-        for source in (output / config.train_name / "logs/metrics.jsonl", output / config.train_name / "logs/loss_curve.png"):
-            if source.exists():
-                shutil.copy(source, copied)
-        shutil.copy(output / "demonstrations/meta/recording.json", copied)
+    loop = Loop(config, prepared_environment(config.packages, (*NEEDED, recipe.tokenizer_package)))
+    record(loop, output)
+    switches = recipe.all_switches if config.switches == "all" else ()
+    training = Training(output / config.train_name, (*switches, *shlex.split(config.train_flags)), config.train_iters)
+    train(loop, output, training, "train")
+    status = loop.run("evaluate", evaluation_command(config, training), accept=(0, 3))
+    loop.run("replay", ["-m", "megatron_vla.evaluation", "--checkpoint", training.save, "--replay", "64"])
+    keep_results(loop, output, training)
     print(f"\n== done in {sum(loop.seconds.values()):.0f} s: {loop.seconds}")
-    print((results / "report.md").read_text())
+    print((training.results / "report.md").read_text())
+    if config.compare_switches and not compare_switches(loop, output, training):
+        return CHANGED
     return status
 
 

@@ -29,9 +29,6 @@ class ServedConfig:
     checkpoint: str = ""
     """A checkpoint folder (iter_0001000), or a --save folder, whose latest one is taken (required)."""
 
-    dataset: str | None = None
-    """Which dataset's preprocessing, for a checkpoint of a mixture."""
-
 
 def parse(arguments: Sequence[str]) -> tuple[ServedConfig, ServerConfig, EvaluationConfig]:
     """Flags -> sections. Of the evaluation flags those of the policy matter (--eval-device, --eval-compile, ...)."""
@@ -60,9 +57,7 @@ def main(arguments: Sequence[str]) -> None:
     served, config, evaluation = parse(arguments)
     if not served.checkpoint:
         raise ValueError("--checkpoint is not set -> name a checkpoint folder or a --save folder")
-    settings = replace(
-        PolicySettings.from_config(evaluation), dataset=served.dataset, max_batch_size=max(1, config.max_batch_size)
-    )
+    settings = replace(PolicySettings.from_config(evaluation), max_batch_size=max(1, config.max_batch_size))
     policy = load_policy(open_checkpoint(Path(served.checkpoint)), settings)
     if config.host not in ("127.0.0.1", "localhost", "::1") and config.token is None:
         print(f"warning: --host {config.host} without --token: anybody who reaches the port may use the policy", flush=True)

@@ -7,7 +7,7 @@ FOLDER="${1:?name the folder to fill}"
 PYTHON_VERSION="${2:-3.12}"
 WHEELS=(
     mujoco==3.3.0 metaworld==3.1.1 gymnasium==1.4.0 pyopengl glfw farama-notifications cloudpickle imageio packaging
-    absl-py etils sentencepiece websockets msgpack
+    absl-py etils sentencepiece tokenizers websockets msgpack
 )
 TARGET_ARGS=(--only-binary=:all: --python-version "$PYTHON_VERSION" --implementation cp --abi "cp${PYTHON_VERSION/./}" --abi abi3 --abi none)
 for platform in manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64 any; do

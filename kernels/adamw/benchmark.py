@@ -37,6 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--elements", type=float, default=3.2e9)
     parser.add_argument("--tensors", type=int, default=400)
+    parser.add_argument("--untouched", type=float, default=0.16, help="share of tensors without gradients and moments")
     arguments = parser.parse_args()
     rows = max(1, int(arguments.elements / arguments.tensors / WIDTH))
 
@@ -51,6 +52,14 @@ def main() -> None:
     count = rows * WIDTH * arguments.tensors
     ms = median_ms(lambda: kernel.step(gradients, scalars["one"], coefficients, None))
     print(f"kernels/adamw: {ms:.2f} ms, {count * 28 / ms / 1e9:.2f} TB/s (28 bytes per parameter, weight included)")
+    if arguments.untouched:
+        untouched = round(arguments.tensors * arguments.untouched)
+        for tensor in [t for group in (first, second, gradients) for t in group[:untouched]]:
+            tensor.zero_()
+        kernel.forget_moments()
+        ms = median_ms(lambda: kernel.step(gradients, scalars["one"], coefficients, None))
+        size = untouched * rows * WIDTH * 2 + (arguments.tensors - untouched) * rows * WIDTH * 28
+        print(f"{untouched} of {arguments.tensors} tensors untouched: {ms:.2f} ms, {size / ms / 1e9:.2f} TB/s")
     wide = [gradient.float() for gradient in gradients]
     step = torch.ones((), device="cuda")
 

@@ -17,7 +17,7 @@ from megatron_vla.kernels import check_launch, load_launcher
 from megatron_vla.kernels.adamw.reference import Coefficients
 from megatron_vla.kernels.tensor_table import AddressTable, BlockMap
 
-# Elements of one block: 16 rounds of 512 threads on four elements. The base model then has about 100,000 blocks.
+# Elements of one block: 16 pieces of 2048 (512 threads on four elements). The base model then has about 100,000 blocks.
 CHUNK = 32768
 _WORDS_PER_ROW = 8
 _BYTES_PER_VECTOR = {torch.float32: 16, torch.bfloat16: 8}
@@ -46,7 +46,11 @@ def can_run(tensors: AdamWTensors, gradient_dtype: torch.dtype) -> bool:
 
 
 class FusedAdamW:
-    """The update of a fixed list of parameters; gradients may lie elsewhere at every call."""
+    """The update of a fixed list of parameters; gradients may lie elsewhere at every call.
+
+    The kernel notes which pieces have moments of zero. It reads only their gradient, as long as that is zero and the update
+    changes nothing. Whoever else writes to moments, main parameters or weights calls `forget_moments` before the next step.
+    """
 
     def __init__(self, parameters: Sequence[AdamWTensors], betas: tuple[float, float], eps: float):
         launcher = load_launcher("adamw")
@@ -56,7 +60,7 @@ class FusedAdamW:
             *([ctypes.c_void_p] * 3),
             ctypes.c_int,
             ctypes.c_int64,
-            *([ctypes.c_void_p] * 5),
+            *([ctypes.c_void_p] * 6),
             *([ctypes.c_float] * 5),
             ctypes.c_void_p,
         ]
@@ -64,6 +68,17 @@ class FusedAdamW:
         self._constants = (*betas, 1 - betas[0], 1 - betas[1], eps)
         self._blocks = BlockMap([p.main.numel() for p in parameters], CHUNK, parameters[0].main.device)
         self._table = AddressTable()
+        # `struct Known` of csrc/adamw.cu. One address for good, as a captured graph writes there.
+        self._known = torch.zeros(self._blocks.num_blocks, 2, dtype=torch.int32, device=parameters[0].main.device)
+
+    def forget_moments(self) -> None:
+        """At the next step every piece is updated, as at the first."""
+        self._known.zero_()
+
+    def num_untouched_pieces(self) -> int:
+        """Pieces whose moments are known to be zero (waits for the device)."""
+        bits = torch.arange(32, device=self._known.device)
+        return int((self._known[:, :1] >> bits & 1).sum())
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], scale: Tensor, coefficients: Coefficients, keep: Tensor | None) -> None:
@@ -79,6 +94,7 @@ class FusedAdamW:
         code = self._launch(
             table.data_ptr(),
             *self._blocks.arguments(),
+            self._known.data_ptr(),
             *(s.data_ptr() for s in scalars),
             None if keep is None else keep.data_ptr(),
             *self._constants,

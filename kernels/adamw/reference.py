@@ -41,3 +41,16 @@ def adamw_update(
     # The step size is a device scalar, which addcdiv's `value` cannot be: it goes into the denominator.
     torch._foreach_div_(denominators, coefficients.negative_step_size)
     torch._foreach_addcdiv_(mains, exp_avgs, denominators)
+
+
+def skips_untouched(coefficients: Coefficients, scale: Tensor, eps: float) -> Tensor:
+    """Whether the update changes no bit where both moments are +0 and the gradient, times `scale`, is +0 or -0: bool, shape [].
+
+    The moments stay +0 (+0 plus either zero is +0) unless `scale` makes a NaN of the zero. What is added to the main parameter
+    is +0 over the denominator: as the step size is negative or -0 this is -0, which leaves every number as it is, a main
+    parameter of -0 too; without an epsilon it is NaN.
+    """
+    zero = torch.zeros_like(coefficients.decay)
+    quotient = zero / ((zero / coefficients.bias_correction2_sqrt + eps) / coefficients.negative_step_size)
+    is_negative_zero = (quotient == 0) & torch.signbit(quotient)
+    return (coefficients.decay == 1) & (zero * scale == 0) & is_negative_zero

@@ -82,6 +82,9 @@ class EvaluationConfig:
     eval_weights: Literal["auto", "average", "raw"] = "auto"
     """Which weights act: their average (--ema-decay), the raw ones, or (auto) the average where the checkpoint has it."""
 
+    eval_dataset: str | None = None
+    """Which dataset's cameras, state and actions, for a model that was trained on a mixture (its name in --data-path)."""
+
     eval_inference_steps: int | None = None
     """Denoising steps. Not set: as the model's configuration says."""
 

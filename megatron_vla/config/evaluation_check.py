@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from megatron_vla.config.datasets import dataset_parts
 from megatron_vla.config.run import RunConfig
 from megatron_vla.findings import Finding, error
 
@@ -45,9 +46,19 @@ def evaluation_findings(config: RunConfig) -> Iterator[Finding]:
         yield error("--eval-interval", what, f"use --save-interval {interval}")
     if config.data.mock_data:
         yield error("--eval-interval", "a policy trained on mock data knows no cameras and cannot act", "drop it")
-    if len(config.data.data_path) > 1:
+    yield from _dataset(config)
+
+
+def _dataset(config: RunConfig) -> Iterator[Finding]:
+    """Which robot of a mixture acts: cameras, state and actions are one dataset's."""
+    chosen = config.evaluation.eval_dataset
+    parts, _ = dataset_parts(config.data)  # their own problems are reported when the data is built
+    names = [part.name for part in parts]
+    if len(names) > 1 and chosen not in names:
         what = "a mixture has one preprocessing per dataset, and rollouts need one of them"
-        yield error("--eval-interval", what, "evaluate its checkpoints with tools/evaluate.py --dataset NAME")
+        yield error("--eval-dataset", what if chosen is None else f"no dataset {chosen!r}", f"choose one of {', '.join(names)}")
+    elif len(names) == 1 and chosen is not None:
+        yield error("--eval-dataset", "there is one dataset only", "drop it")
 
 
 def _gate(config: RunConfig) -> Iterator[Finding]:

@@ -26,6 +26,13 @@ class OptimizationConfig:
     merge_projections: bool = False
     """Compute projections that read the same rows as one matrix product: q, k, v, and gate, up (parameters stay separate)."""
 
+    neighbouring_weights: bool = True
+    """With --merge-projections: lay the parameters of one product side by side in memory, so that no step copies them together.
+    Has no effect where the layout moves parameters itself (--use-distributed-optimizer, fsdp2): that is printed."""
+
+    expert_stream: bool = False
+    """Run the action expert on a CUDA stream of its own, beside the prefix (Pi0.5, one GPU or data parallel)."""
+
     compile: bool = False
     """Compile the model with torch.compile; what is compiled is decided by --compile-scope. A graph break is an error."""
 

@@ -27,7 +27,7 @@ from megatron_vla.data.dataset_check import (
     missing_columns,
     once,
 )
-from megatron_vla.data.dataset_check_columns import motion_facts
+from megatron_vla.data.dataset_check_columns import is_empty_instruction, motion_facts
 from megatron_vla.data.dataset_check_files import Found, check_table, check_video_files
 from megatron_vla.data.episode_table import EpisodeTable
 from megatron_vla.data.frame_source import FrameSource
@@ -47,9 +47,9 @@ PADDED_SHARE_LIMIT = 0.5
 class RawSample:
     """One sample as the dataset has it.
 
-    images: camera -> uint8 RGB [H, W, C] (with several frames per sample [F, H, W, C]); state_D float32; actions_TD float32:
-    this frame's action and the following ones, repeating the episode's last; action_is_in_episode_T bool: False where repeated;
-    index: sample number; episode_index: the dataset's own number.
+    images: camera -> uint8 RGB [H, W, C] (with several frames per sample [F, H, W, C]); state_D float32 (with several
+    steps [H, D]); actions_TD float32: this frame's action and the following ones, repeating the episode's last;
+    action_is_in_episode_T bool: False where repeated; index: sample number; episode_index: the dataset's own number.
     """
 
     index: int
@@ -113,6 +113,7 @@ class RobotDataset:
         self.state_key, self.action_key = state_key, action_key
         self.steps = steps
         self.frame_deltas = (0,) if shape is None else shape.frame_deltas
+        self.state_deltas = (0,) if shape is None else shape.state_deltas
         self.findings, self.summary = tuple(findings), tuple(summary)
         self.frames = FrameSource(self.table, backend, cache_size)
         rows = columns.num_rows
@@ -204,7 +205,7 @@ class RobotDataset:
 
         room: camera -> uint8 [n, C, H, W], memory for its pictures where they have that size. Raises as `pictures`.
         """
-        assert self.frame_deltas == (0,), "one frame per camera and sample"
+        assert self.frame_deltas == (0,) and self.state_deltas == (0,), "one frame per camera and one state per sample"
         frames = self.frame_of_N[index_n].tolist()
         last_n = np.full(len(index_n), int(self._first_E[row + 1]) - 1)
         actions_nTD, is_in_episode_nT = self.steps.chunks(self.actions_ND, index_n, last_n)
@@ -234,11 +235,17 @@ class RobotDataset:
             episode_index=int(self.table.episode_index_E[self.table_row(index)]),
             frame_index=int(self.frame_of_N[index]),
             images=images,
-            state_D=self.state_ND[index].copy(),
+            state_D=self._state(index),
             actions_TD=actions_TD,
             action_is_in_episode_T=is_in_episode_T,
             instruction=self.instruction(index),
         )
+
+    def _state(self, index: int) -> np.ndarray:
+        """float32 [D], or [H, D] of several steps. As for pictures, an episode's first row stands in before its start."""
+        if self.state_deltas == (0,):
+            return self.state_ND[index].copy()
+        return self.state_ND[np.maximum(self._first_E[self.table_row(index)], index + np.asarray(self.state_deltas))]
 
     def action_chunk(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(actions_TD float32, is_in_episode_T bool) from sample `index` on, repeating the episode's last action."""
@@ -423,7 +430,7 @@ def _check_keys(table: EpisodeTable, settings: CheckSettings, camera_keys: Seque
 def _drop_without_instruction(table: EpisodeTable, columns: Columns, found: Found) -> tuple[EpisodeTable, Columns]:
     """--empty-instruction drop: whole episodes go, so that no action chunk gets a hole."""
     codes, texts = instruction_codes(table, columns)
-    is_empty = np.array([not text.strip() for text in texts] + [True])  # the last entry answers code -1
+    is_empty = np.array([is_empty_instruction(text) for text in texts] + [True])  # the last entry answers code -1
     without_E = np.maximum.reduceat(is_empty[codes], columns.first_row_E[:-1])
     if not without_E.any():
         return table, columns

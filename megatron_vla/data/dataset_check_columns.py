@@ -129,6 +129,11 @@ def check_finite(table: EpisodeTable, columns: Columns, names: tuple[str, ...], 
     return found
 
 
+def is_empty_instruction(text: str) -> bool:
+    """Whether no letter and no digit is in it: punctuation alone says nothing, and some families drop it."""
+    return not any(map(str.isalnum, text))
+
+
 def check_instructions(
     table: EpisodeTable, text_code_R: np.ndarray, texts: tuple[str, ...], columns: Columns, policy: str
 ) -> Found:
@@ -136,7 +141,7 @@ def check_instructions(
     found = Found()
     episode_R = columns.episode_of_R()
     unknown = text_code_R < 0
-    empty = unknown | np.isin(text_code_R, [i for i, text in enumerate(texts) if not text.strip()])
+    empty = unknown | np.isin(text_code_R, [i for i, text in enumerate(texts) if is_empty_instruction(text)])
     fix = "--empty-instruction drop leaves them out, keep trains on them; or write their tasks into meta/tasks"
     if unknown.any():
         bad = np.unique(episode_R[unknown])

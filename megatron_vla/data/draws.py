@@ -83,6 +83,10 @@ def flow_draw_fields(family: Any, seed: int, epoch: int, sample_index: int) -> d
     return {"noise_BTA": noise_TA, "time_B": time_value}
 
 
+# In place of draws when actions are sampled: every sample starts from pure noise.
+FLOW_REQUEST_FIELDS = {"time_B": np.float32(1.0)}
+
+
 def crop_side(size: int) -> int:
     """Side of the crop of a `size` x `size` image, in pixels."""
     return int(size * CROP_SHARE)

@@ -143,7 +143,8 @@ class MixtureSource:
 
     def __init__(self, sources: Sequence[RobotSource], num_samples: Sequence[int]) -> None:
         self.sources = tuple(sources)
-        self.first_sample_M = np.cumsum(num_samples) - np.asarray(num_samples)
+        self.num_samples_M = np.asarray(num_samples)
+        self.first_sample_M = np.cumsum(num_samples) - self.num_samples_M
         # Draws are keyed by dataset rows, which stay the same when samples are left out: rows of all datasets are numbered too.
         rows_M = np.array([len(source.dataset) for source in sources])
         self.first_row_M = np.cumsum(rows_M) - rows_M
@@ -169,6 +170,10 @@ class MixtureSource:
         """See `SampleSource`."""
         for source, first in zip(self.sources, self.first_sample_M.tolist(), strict=True):
             source.use_board(board, first_sample + first)
+
+    def parts(self) -> Iterator[tuple[RobotSource, int]]:
+        """(samples, their number) of each dataset."""
+        yield from zip(self.sources, self.num_samples_M.tolist(), strict=True)
 
     def dataset_of(self, index: int) -> int:
         """Number of the dataset that sample `index` belongs to."""

@@ -59,6 +59,11 @@ class MixturePreprocessor:
         (folder / MIXTURE_FILE).write_text(json.dumps({"datasets": list(self.parts)}, indent=1) + "\n")
 
 
+def acting_part(preprocessor: Any, dataset: str | None) -> Any:
+    """The preprocessor that a policy acts with: of the mixture's `dataset`, or the only one."""
+    return preprocessor.parts[str(dataset)] if isinstance(preprocessor, MixturePreprocessor) else preprocessor
+
+
 @dataclass(frozen=True)
 class PreparedMixture:
     """Datasets in the order of --data-path; quota_M: samples of each in a mixture epoch."""

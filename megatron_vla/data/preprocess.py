@@ -69,6 +69,26 @@ class PreprocessSettings:
         """Views and cameras by name."""
         return CameraMap(self.views, self.camera_keys, self.num_images)
 
+    @property
+    def num_steps(self) -> int:
+        """Steps of a chunk that are the robot's: all."""
+        return self.action_horizon
+
+    @property
+    def frame_steps(self) -> tuple[int, ...]:
+        """Steps relative to now of the frames that each camera gives."""
+        return (0,)
+
+    @property
+    def state_steps(self) -> tuple[int, ...]:
+        """Steps relative to now of the states."""
+        return (0,)
+
+    @property
+    def about_robot(self) -> dict[str, Any]:
+        """Names that a client should know, beside cameras and dimensions."""
+        return {}
+
 
 class Preprocessor:
     """Raw sample -> arrays named as the fields of Batch, without the batch dimension; and model actions -> physical actions."""

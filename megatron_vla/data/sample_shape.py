@@ -30,14 +30,16 @@ class KeyPlace:
 
 @dataclass(frozen=True)
 class SampleShape:
-    """state, action: pieces of columns, concatenated in this order. frame_deltas: frames of every camera, relative to the
-    sample's own, clamped to the episode's start; (0,) is one frame. task_column: column of task indices."""
+    """state, action: pieces of columns, concatenated in this order. frame_deltas, state_deltas: frames of every camera,
+    and rows of the state, relative to the sample's own, clamped to the episode's start; (0,) is one. task_column: column of
+    task indices."""
 
     state: tuple[KeyPlace, ...]
     action: tuple[KeyPlace, ...]
     frame_deltas: tuple[int, ...]
     steps: ActionSteps
     task_column: str = "task_index"
+    state_deltas: tuple[int, ...] = (0,)
 
     @property
     def columns(self) -> tuple[str, ...]:

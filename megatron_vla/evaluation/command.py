@@ -53,14 +53,11 @@ class CommandConfig:
     baseline: str | None = None
     """Evaluation folder to compare with. Not set: that of the promoted checkpoint of the same --save folder."""
 
-    dataset: str | None = None
-    """Which dataset's preprocessing, for a checkpoint of a mixture."""
-
     replay: int = 0
     """Instead of rollouts: send this many training samples through the serving path and compare tensors and actions."""
 
-    data_path: str | None = None
-    """Where the training data lies now, for --replay."""
+    data_path: tuple[str, ...] = ()
+    """Where the training data lies now, for --replay (of a mixture: all of it). None: where it lay."""
 
 
 def parse(arguments: Sequence[str]) -> tuple[CommandConfig, EvaluationConfig, CheckpointFolder | None]:
@@ -99,7 +96,7 @@ def run_rollouts(command: CommandConfig, config: EvaluationConfig, folder: Check
     policy, facts = None, {"name": "scripted expert"}
     if command.policy == "checkpoint":
         assert folder is not None
-        policy = load_policy(folder, dataclasses.replace(PolicySettings.from_config(config), dataset=command.dataset))
+        policy = load_policy(folder, PolicySettings.from_config(config))
         facts = policy_facts(policy, folder)
     root = folder.path.parent if folder is not None else None
     if command.output is not None:
@@ -131,7 +128,7 @@ def main(arguments: Sequence[str]) -> int:
     if command.replay:
         if folder is None:
             raise ValueError("--replay: needs --checkpoint")
-        policy = load_policy(folder, dataclasses.replace(PolicySettings.from_config(config), dataset=command.dataset))
+        policy = load_policy(folder, PolicySettings.from_config(config))
         result = replay(policy, folder, from_dict(folder.config()), command.replay, command.data_path)
         if command.output is not None:
             Path(command.output).mkdir(parents=True, exist_ok=True)

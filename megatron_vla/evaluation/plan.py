@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_vla.config.evaluation import EvaluationConfig
-from megatron_vla.data.preprocess import Preprocessor, PreprocessSettings
+from megatron_vla.data.load_preprocessor import ServedPreprocessor, ServedSettings
 from megatron_vla.evaluation.environments.interface import (
     EnvironmentBackend,
     EnvironmentSettings,
@@ -77,7 +77,7 @@ def parse_camera_names(entries: Sequence[str]) -> dict[str, str]:
 
 
 def compatibility(
-    own: PreprocessSettings, backend: EnvironmentBackend, settings: EnvironmentSettings, config: EvaluationConfig
+    own: ServedSettings, backend: EnvironmentBackend, settings: EnvironmentSettings, config: EvaluationConfig
 ) -> None:
     """Raise ValueError when the checkpoint cannot be meant for this simulator: cameras, state, actions, rate."""
     cameras = tuple(key for key in own.camera_keys if key)
@@ -94,6 +94,10 @@ def compatibility(
     for what, width, its in (("state", own.state_dim, backend.state_names), ("action", own.action_dim, backend.action_names)):
         if its and width != len(its):
             raise ValueError(f"the checkpoint's {what} has {width} dimensions, {backend.name}'s {len(its)} ({', '.join(its)})")
+    for what, steps in (("pictures", own.frame_steps), ("states", own.state_steps)):
+        if steps != (0,):
+            told = f"the checkpoint sees {what} of the steps {list(steps)} relative to now, simulators show the present"
+            raise ValueError(f"{told} -> let a client that keeps them ask tools/serve_policy.py")
     rate = backend.fps(settings)
     if config.eval_check_rate and own.action_fps is not None and abs(own.action_fps - rate) > 0.01 * rate:
         repeat = backend.fps(dataclasses.replace(settings, action_repeat=1)) / own.action_fps
@@ -101,8 +105,8 @@ def compatibility(
             f"the checkpoint predicts {own.action_fps:g} actions per second, the simulator would take {rate:g} "
             f"-> use --eval-action-repeat {repeat:g}, or --no-eval-check-rate if the data's rate is wrong"
         )
-    if config.eval_replan_interval is not None and not 1 <= config.eval_replan_interval <= own.action_horizon:
-        raise ValueError(f"--eval-replan-interval {config.eval_replan_interval}: the chunk has {own.action_horizon} actions")
+    if config.eval_replan_interval is not None and not 1 <= config.eval_replan_interval <= own.num_steps:
+        raise ValueError(f"--eval-replan-interval {config.eval_replan_interval}: the chunk has {own.num_steps} actions")
 
 
 def package_versions(backend: EnvironmentBackend) -> dict[str, str]:
@@ -116,7 +120,7 @@ def package_versions(backend: EnvironmentBackend) -> dict[str, str]:
     return versions
 
 
-def plan_findings(config: EvaluationConfig, preprocessor: Preprocessor) -> Iterator[Finding]:
+def plan_findings(config: EvaluationConfig, preprocessor: ServedPreprocessor) -> Iterator[Finding]:
     """What --eval-interval would stumble over after hours of training: suite, tasks, cameras, widths, rate."""
     try:
         backend = environment_backend(config.eval_environment)

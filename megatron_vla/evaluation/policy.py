@@ -1,7 +1,7 @@
 """A policy from a checkpoint folder alone: weights, preprocessing, statistics, tokenizer and cameras all come from it.
 
-Preprocessing is the very object that training used (data/preprocess.py), called the way training calls it, so that the model
-cannot see anything else than it was trained on. The model never draws: noise comes with each request.
+Preprocessing is the very object that training used, and batches are put together by the code that training's loaders run, so
+that the model cannot see anything else than it was trained on. The model never draws: noise comes with each request.
 
 Shape legend: B requests, T action horizon, A padded action dimensions, D the robot's own dimensions.
 """
@@ -9,24 +9,24 @@ Shape legend: B requests, T action horizon, A padded action dimensions, D the ro
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_vla.config.evaluation import EvaluationConfig
 from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.config.parallel import ParallelConfig
 from megatron_vla.config.run import RunConfig, from_dict
-from megatron_vla.data.batch import Batch, collate_tensors
-from megatron_vla.data.dataset import RawSample
-from megatron_vla.data.draws import flow_draws
-from megatron_vla.data.loader import PromptWidth
-from megatron_vla.data.preprocess import Preprocessor
+from megatron_vla.data.batch import TensorFields
+from megatron_vla.data.draws import NOISE_STREAM, sample_generator
+from megatron_vla.data.load_preprocessor import ServedPreprocessor, load_preprocessor, mixture_names
+from megatron_vla.data.loader import PromptWidth, collate_padded
+from megatron_vla.data.watch import StageTimes
 from megatron_vla.evaluation.environments.interface import Observation
 from megatron_vla.evaluation.sampling import ActionSampler
 from megatron_vla.models.registry import ModelFamily, model_family
@@ -59,6 +59,7 @@ class PolicySettings:
             num_inference_steps=config.eval_inference_steps,
             compile=config.eval_compile,
             cuda_graph=config.eval_cuda_graph,
+            dataset=config.eval_dataset,
         )
 
 
@@ -98,8 +99,13 @@ def open_checkpoint(path: Path) -> CheckpointFolder:
 
 def serving_config(config: RunConfig) -> RunConfig:
     """The run's configuration in one process, without the switches that only training needs."""
-    # This attention kernel works with cached keys and values, on every device and inside graphs.
-    return replace(config, parallel=ParallelConfig(), optimization=OptimizationConfig(attention_backend="sdpa"))
+    return replace(
+        config,
+        parallel=ParallelConfig(),
+        # This attention kernel works with cached keys and values, on every device and inside graphs.
+        optimization=OptimizationConfig(attention_backend="sdpa"),
+        data=replace(config.data, augmentation="none"),
+    )
 
 
 def _one_process(device: torch.device) -> ParallelGroups:
@@ -123,11 +129,16 @@ def _one_process(device: torch.device) -> ParallelGroups:
     )
 
 
-def load_preprocessor(folder: CheckpointFolder, dataset: str | None) -> Preprocessor:
+def stored_preprocessor(folder: CheckpointFolder, dataset: str | None) -> ServedPreprocessor:
     """The stored preprocessing. Raises ValueError for a run on mock data, and for a mixture without a choice."""
     if folder.preprocessor is None:
         raise ValueError(f"{folder.path}: trained on mock data, so it knows no cameras, state or action units and cannot act")
-    return Preprocessor.load(folder.preprocessor / dataset if dataset else folder.preprocessor)
+    names = mixture_names(folder.preprocessor)
+    if (dataset is not None or names) and dataset not in names:
+        known = f"a mixture of {', '.join(names)} -> choose one with --eval-dataset" if names else "one dataset -> drop it"
+        raise ValueError(f"--eval-dataset {dataset or 'is not set'}: {folder.path} was trained on {known}")
+    chosen: ServedPreprocessor = load_preprocessor(folder.preprocessor / dataset if dataset else folder.preprocessor)
+    return chosen
 
 
 class Policy:
@@ -138,7 +149,7 @@ class Policy:
         config: RunConfig,
         family: ModelFamily,
         module: nn.Module,
-        preprocessor: Preprocessor,
+        preprocessor: ServedPreprocessor,
         settings: PolicySettings,
         device: torch.device,
     ) -> None:
@@ -147,6 +158,8 @@ class Policy:
         self.times = PolicyTimes()
         # Buckets keep the number of shapes small; the masks make the width mean nothing.
         self._width = PromptWidth("bucket", PROMPT_BUCKET)
+        rules = family.samples
+        self._assemble = None if rules.build_assembler is None else rules.build_assembler(config)
         assert family.num_inference_steps is not None
         self.num_steps = settings.num_inference_steps or family.num_inference_steps(config.family)
         self._sampler = ActionSampler(family, module, self.num_steps, compile=settings.compile, cuda_graph=settings.cuda_graph)
@@ -158,41 +171,42 @@ class Policy:
 
     @property
     def action_horizon(self) -> int:
-        """Actions per prediction."""
-        return self.preprocessor.settings.action_horizon
+        """Actions per prediction: the robot's own steps, without the model's padding of the chunk."""
+        return self.preprocessor.settings.num_steps
 
     def noise(self, seed: int, stream: int, chunk: int) -> np.ndarray:
         """float32 [T, A]: a pure function of (seed, stream, chunk), whatever else is in the batch."""
-        noise_TA, _ = flow_draws(seed, chunk, stream, self.action_horizon, self.preprocessor.settings.max_action_dim)
-        return noise_TA
+        settings = self.preprocessor.settings
+        shape = (settings.action_horizon, settings.max_action_dim)
+        # In padded dimensions and steps too, as in training.
+        return sample_generator(seed, NOISE_STREAM, chunk, stream).standard_normal(shape, dtype=np.float32)
 
     def preprocess(self, observation: Observation) -> dict[str, Any]:
-        """Arrays of one request, as training makes them of a sample. Raises ValueError for what the observation lacks."""
+        """Arrays of one request, by the code that training uses. Raises ValueError for what the observation lacks."""
         settings = self.preprocessor.settings
         missing = [key for key in self.camera_keys if key not in observation.images]
         if missing:
             raise ValueError(
                 f"camera {', '.join(missing)} missing; the observation has {', '.join(observation.images) or 'none'}"
             )
-        sample = RawSample(
-            index=0,
-            episode_index=0,
-            frame_index=0,
-            images={key: observation.images[key] for key in self.camera_keys},
-            state_D=np.asarray(observation.state_D, dtype=np.float32),
+        images = {key: observation.images[key] for key in self.camera_keys}
+        state_D = np.asarray(observation.state_D, dtype=np.float32)
+        shape = (settings.action_horizon, settings.max_action_dim)
+        return {
+            **self.preprocessor.preprocess_observation(images, state_D, observation.instruction),
             # Nobody knows the actions yet: zeros, which sampling does not read.
-            actions_TD=np.zeros((settings.action_horizon, settings.action_dim), np.float32),
-            action_is_in_episode_T=np.ones(settings.action_horizon, dtype=bool),
-            instruction=observation.instruction,
-        )
-        return self.preprocessor(sample, 0)
+            "actions_BTA": np.zeros(shape, np.float32),
+            "action_is_valid_BTA": np.zeros(shape, dtype=bool),
+            "action_dim_is_valid_BA": np.arange(settings.max_action_dim) < settings.action_dim,
+            "sample_index_B": np.int64(0),
+            "epoch_B": np.int64(0),
+        }
 
-    def batch(self, arrays: Sequence[dict[str, Any]], noise: Sequence[np.ndarray]) -> Batch:
+    def batch(self, arrays: Sequence[dict[str, Any]], noise: Sequence[np.ndarray]) -> TensorFields:
         """One batch on the device."""
-        drawn = [{**a, "noise_BTA": n, "time_B": np.float32(1.0)} for a, n in zip(arrays, noise, strict=True)]
-        tensors: dict[str, Tensor] = collate_tensors(drawn)
-        self._width.trim(tensors)
-        return Batch(**tensors).to(self.device)
+        fields = self.family.samples.request_fields
+        drawn = [({**a, "noise_BTA": n, **fields}, StageTimes()) for a, n in zip(arrays, noise, strict=True)]
+        return collate_padded(drawn, self._width, self._assemble).batch.to(self.device)
 
     def infer(self, observations: Sequence[Observation], noise: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Physical action chunks float32 [T, D], one per observation, computed in batches of up to `max_batch_size`."""
@@ -205,17 +219,29 @@ class Policy:
         self, arrays: Sequence[dict[str, Any]], states: Sequence[np.ndarray], noise: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """`infer` of what `preprocess` made, with the physical states that it was made from."""
-        chunks: list[np.ndarray] = []
-        for first in range(0, len(arrays), self.settings.max_batch_size):
-            part = slice(first, first + self.settings.max_batch_size)
+        chunks: dict[int, np.ndarray] = {}
+        for part in self._batches(arrays):
             started = time.perf_counter()
+            # Compiled code and graphs want few shapes: copies of the last request fill the batch up.
+            filled = [*part, *part[-1:] * (self._sampler.batch_size(len(part)) - len(part))]
+            batch = self.batch([arrays[i] for i in filled], [noise[i] for i in filled])
             # The copy to the host waits for the device, so the clock shows what the caller waits for.
-            actions_BTA = self._sampler(self.batch(arrays[part], noise[part])).float().cpu().numpy()
-            for actions_TA, state_D in zip(actions_BTA, states[part], strict=True):
-                chunks.append(self.preprocessor.unnormalize_actions(actions_TA, np.asarray(state_D, dtype=np.float32)))
+            actions_BTA = self._sampler(batch).float().cpu().numpy()
+            for i, actions_TA in zip(part, actions_BTA, strict=False):
+                chunks[i] = self.preprocessor.unnormalize_actions(actions_TA, np.asarray(states[i], dtype=np.float32))
             self.times.call_seconds.append(time.perf_counter() - started)
-            self.times.batch_sizes.append(len(actions_BTA))
-        return chunks
+            self.times.batch_sizes.append(len(part))
+        return [chunks[i] for i in range(len(arrays))]
+
+    def _batches(self, arrays: Sequence[dict[str, Any]]) -> Iterator[list[int]]:
+        """Numbers of requests that are computed together."""
+        key_of = self.family.samples.batch_key
+        together: dict[Hashable, list[int]] = {}
+        for i, request in enumerate(arrays):
+            together.setdefault(None if key_of is None else key_of(self.config, request), []).append(i)
+        size = self.settings.max_batch_size
+        for numbers in together.values():
+            yield from (numbers[first : first + size] for first in range(0, len(numbers), size))
 
     def summary(self) -> dict[str, float]:
         """Latency and actions per second so far."""
@@ -228,7 +254,7 @@ def load_policy(folder: CheckpointFolder, settings: PolicySettings, report: Any 
     family = model_family(config.model.model_name)
     if family.sample_actions is None:
         raise ValueError(f"{folder.path}: the family {family.name} has no sampling yet")
-    preprocessor = load_preprocessor(folder, settings.dataset)
+    preprocessor = stored_preprocessor(folder, settings.dataset)
     device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if settings.cuda_graph and device.type != "cuda":
         raise ValueError(f"--eval-cuda-graph: the policy is on {device} -> drop it, or use a GPU")

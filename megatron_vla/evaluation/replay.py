@@ -19,6 +19,7 @@ import torch
 
 from megatron_vla.config.run import RunConfig
 from megatron_vla.data.build import build_data
+from megatron_vla.data.mixture import MixtureSource
 from megatron_vla.data.robot_source import RobotSource
 from megatron_vla.evaluation.policy import Policy
 from megatron_vla.evaluation.wire import observation_of, pack, unpack
@@ -67,25 +68,40 @@ def is_bit_equal(one: Any, other: Any) -> bool:
     return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
 
 
+def training_samples(
+    policy: Policy, folder: CheckpointFolder, config: RunConfig, data_path: tuple[str, ...]
+) -> tuple[RobotSource, int]:
+    """Samples of the dataset that the policy acts for, as training makes them but for random augmentation, and their number."""
+    stored = with_stored_preprocessing(config, folder)
+    # Read again from where it lies now, a mixture whole: its datasets share one order of views.
+    changes: dict[str, Any] = {"data_access": "random", "num_workers": 0, "augmentation": "none"}
+    if data_path:
+        changes["data_path"] = data_path
+    supply = build_data(dataclasses.replace(stored, data=dataclasses.replace(stored.data, **changes)), policy.family)
+    if isinstance(supply.source, MixtureSource):
+        parts = dict(zip(supply.preprocessor.parts, supply.source.parts(), strict=True))  # type: ignore[union-attr]
+        if policy.settings.dataset not in parts:
+            raise ValueError(f"--eval-dataset {policy.settings.dataset}: --data-path now holds {', '.join(parts)}")
+        return parts[policy.settings.dataset]
+    if not isinstance(supply.source, RobotSource):
+        raise ValueError("--replay: mock data has no recorded samples")
+    return supply.source, supply.num_samples
+
+
 def replay(
     policy: Policy,
     folder: CheckpointFolder,
     config: RunConfig,
     num_samples: int,
-    data_path: str | None = None,
+    data_path: tuple[str, ...] = (),
     say: Callable[[str], None] = print,
 ) -> ReplayResult:
     """Compare `num_samples` samples spread over the run's dataset (or over `data_path`, where it lies now).
 
-    Raises ValueError for a mixture, CheckError when the dataset cannot be read.
+    Raises CheckError when the dataset cannot be read.
     """
-    stored = with_stored_preprocessing(config, folder)
-    changes = {"data_access": "random", "num_workers": 0, **({"data_path": (data_path,)} if data_path else {})}
-    supply = build_data(dataclasses.replace(stored, data=dataclasses.replace(stored.data, **changes)), policy.family)  # type: ignore[arg-type]
-    source = supply.source
-    if not isinstance(source, RobotSource):
-        raise ValueError("--replay: works on checkpoints of one robot dataset, not on mixtures or mock data")
-    numbers = np.unique(np.linspace(0, supply.num_samples - 1, num_samples).astype(int))
+    source, available = training_samples(policy, folder, config, data_path)
+    numbers = np.unique(np.linspace(0, available - 1, num_samples).astype(int))
     fields: tuple[str, ...] = ()
     differing, served, physical, raw_samples = [], [], [], []
     for number in numbers.tolist():

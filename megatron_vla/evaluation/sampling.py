@@ -1,20 +1,19 @@
 """Runs a family's denoising: eagerly, compiled, or as one CUDA graph per batch shape.
 
-A policy sees every batch size between 1 and its limit. Compiled code and graphs want few shapes, so for them a batch is filled
-up to the next power of two with copies of its last sample.
+A policy sees every batch size between 1 and its limit. Compiled code and graphs want few shapes, so for them a batch has to be
+filled up to the next power of two (`batch_size`).
 
 Shape legend: B samples, T action horizon, A padded action dimensions.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from megatron_vla.data.batch import Batch
+from megatron_vla.data.batch import TensorFields
 from megatron_vla.models.registry import ModelFamily
 
 WARM_UP_CALLS = 3
@@ -25,7 +24,7 @@ class _Captured:
     """A graph with the buffers that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
-    batch: Batch
+    batch: TensorFields
     actions_BTA: Tensor
 
 
@@ -42,20 +41,22 @@ class ActionSampler:
             for name in family.inference_methods:
                 setattr(module, name, torch.compile(getattr(module, name), fullgraph=True, dynamic=False))
 
-    @torch.no_grad()
-    def __call__(self, batch: Batch) -> Tensor:
-        """Sample from the batch's own noise."""
-        size = batch.size
-        if self.uses_few_shapes:
-            batch = filled_up(batch, 1 << (size - 1).bit_length())
-        return (self._replay(batch) if self.cuda_graph else self._sample(batch))[:size]
+    def batch_size(self, num_samples: int) -> int:
+        """Samples that a batch for so many should have."""
+        return 1 << (num_samples - 1).bit_length() if self.uses_few_shapes else num_samples
 
-    def _sample(self, batch: Batch) -> Tensor:
+    @torch.no_grad()
+    def __call__(self, batch: TensorFields) -> Tensor:
+        """Sample from the batch's own noise."""
+        return self._replay(batch) if self.cuda_graph else self._sample(batch)
+
+    def _sample(self, batch: TensorFields) -> Tensor:
         assert self.family.sample_actions is not None
-        actions_BTA: Tensor = self.family.sample_actions(self.module, batch, self.num_steps, batch.noise_BTA)
+        noise_BTA = batch.tensors()["noise_BTA"]
+        actions_BTA: Tensor = self.family.sample_actions(self.module, batch, self.num_steps, noise_BTA)
         return actions_BTA
 
-    def _replay(self, batch: Batch) -> Tensor:
+    def _replay(self, batch: TensorFields) -> Tensor:
         key = tuple(tuple(tensor.shape) for tensor in batch.tensors().values())
         if key not in self._captured:
             self._captured[key] = self._capture(batch)
@@ -66,8 +67,8 @@ class ActionSampler:
         # The caller copies it to the host before the next replay overwrites it.
         return captured.actions_BTA
 
-    def _capture(self, batch: Batch) -> _Captured:
-        static = Batch(**{name: tensor.clone() for name, tensor in batch.tensors().items()})
+    def _capture(self, batch: TensorFields) -> _Captured:
+        static = replace(batch, **{name: tensor.clone() for name, tensor in batch.tensors().items()})
         # Warm-up on a side stream: libraries allocate workspaces and choose algorithms in their first calls.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -79,12 +80,3 @@ class ActionSampler:
         with torch.cuda.graph(graph):
             actions_BTA = self._sample(static)
         return _Captured(graph, static, actions_BTA)
-
-
-def filled_up(batch: Batch, size: int) -> Batch:
-    """`batch` with copies of its last sample up to `size` samples."""
-    missing = size - batch.size
-    if missing == 0:
-        return batch
-    filled = {name: torch.cat((t, t[-1:].expand(missing, *t.shape[1:]))) for name, t in batch.tensors().items()}
-    return dataclasses.replace(batch, **filled)

@@ -266,7 +266,7 @@ def describe(policy: Policy, config: ServerConfig) -> dict[str, Any]:
     return {
         "server": f"megatron_vla {__version__}",
         "model": policy.config.model.model_name,
-        "action_horizon": settings.action_horizon,
+        "action_horizon": settings.num_steps,
         "action_dim": settings.action_dim,
         "action_names": list(settings.action_names),
         "action_fps": settings.action_fps,
@@ -274,6 +274,9 @@ def describe(policy: Policy, config: ServerConfig) -> dict[str, Any]:
         "state_names": list(settings.state_names),
         "state_key": names.get(config.state_key, config.state_key),
         "cameras": [names.get(key, key) for key in policy.camera_keys],
+        "frame_steps": list(settings.frame_steps),
+        "state_steps": list(settings.state_steps),
         "image_size": settings.image_size,
+        **settings.about_robot,
         "num_inference_steps": policy.num_steps,
     }

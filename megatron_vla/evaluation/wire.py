@@ -94,10 +94,16 @@ def _find(message: Mapping[Any, Any], key: str, names: Mapping[str, str]) -> Any
     raise WireError(f"{names.get(key, key)} is missing; the request has {sent}")
 
 
+def is_picture_shape(shape: tuple[int, ...]) -> bool:
+    """[H, W, 3], or [frames, H, W, 3]."""
+    return len(shape) in (3, 4) and shape[-1] == 3
+
+
 def observation_of(message: Any, camera_keys: tuple[str, ...], state_key: str, names: Mapping[str, str]) -> Observation:
     """Request -> Observation. `names`: dataset feature -> key that clients send. Raises WireError saying what is wrong.
 
-    Pictures: uint8 [H, W, 3], or [3, H, W] as openpi's clients may send them.
+    Pictures: uint8 [H, W, 3], or [3, H, W] as openpi's clients may send them; [frames, H, W, 3] of a policy that sees several
+    (the preprocessing says which number it takes).
     """
     if not isinstance(message, Mapping):
         raise WireError(f"a request is a dictionary, not {type(message).__name__}")
@@ -106,7 +112,7 @@ def observation_of(message: Any, camera_keys: tuple[str, ...], state_key: str, n
         picture = _find(message, key, names)
         if isinstance(picture, np.ndarray) and picture.ndim == 3 and picture.shape[0] == 3 and picture.shape[2] != 3:
             picture = np.ascontiguousarray(picture.transpose(1, 2, 0))
-        if not isinstance(picture, np.ndarray) or picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
+        if not isinstance(picture, np.ndarray) or picture.dtype != np.uint8 or not is_picture_shape(picture.shape):
             found = f"{picture.dtype} {list(picture.shape)}" if isinstance(picture, np.ndarray) else type(picture).__name__
             raise WireError(f"{key}: a picture is uint8 [height, width, 3], not {found}")
         if 0 in picture.shape:

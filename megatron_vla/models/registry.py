@@ -15,6 +15,9 @@ class SampleRules:
     draws(family config, seed, epoch, sample index) -> arrays that are added to a training sample: noise, flow time.
     build_mock_source(config: RunConfig) -> (source of synthetic samples, names of its views).
     build_assembler(config: RunConfig) -> (samples -> micro-batch), picklable. None: arrays are stacked into a Batch.
+    request_fields: what a request for actions has in place of a training sample's random draws, beside its noise.
+    batch_key(config: RunConfig, arrays) -> hashable: requests for actions share a batch only when their keys are equal. None:
+        any may, because nothing of one sample shows in another's actions.
     change_sample(family config, arrays, seed, epoch) -> arrays: a last random change of a training sample, after the draws.
     build_augmentation(config: RunConfig, views) -> SampleAugmentation of data/loader.py, for --augmentation.
     augmentations: values of --augmentation that it knows, besides "none".
@@ -32,6 +35,8 @@ class SampleRules:
     augmentations: tuple[str, ...]
     robot_data: str
     report_fields: Callable[..., Any]
+    request_fields: Mapping[str, Any]
+    batch_key: Callable[..., Any] | None = None
     build_assembler: Callable[..., Any] | None = None
     change_sample: Callable[..., dict[str, Any]] | None = None
     carry_files: Callable[..., list[str]] | None = None

@@ -12,7 +12,15 @@ from torch import nn
 
 from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.models.registry import ModelFamily
-from megatron_vla.optimizations import activation_checkpoint, attention, compile, fp8, merge_projections, tf32
+from megatron_vla.optimizations import (
+    activation_checkpoint,
+    attention,
+    compile,
+    expert_stream,
+    fp8,
+    merge_projections,
+    tf32,
+)
 
 Optimization = Callable[[nn.Module, OptimizationConfig, ModelFamily, Callable[[str], None]], nn.Module]
 
@@ -22,6 +30,7 @@ OPTIMIZATIONS: tuple[Optimization, ...] = (
     tf32.apply,
     attention.apply,
     merge_projections.apply,
+    expert_stream.apply,
     fp8.apply,
     compile.apply,
     activation_checkpoint.apply,

@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.models.registry import ModelFamily
-from megatron_vla.optimizations.patterns import select_modules
+from megatron_vla.optimizations.patterns import select_layers
 from megatron_vla.parallel.partial_model import PartialModel
 
 # Tests that are not about generated code replace it: "aot_eager" traces and differentiates as inductor does.
@@ -29,9 +29,15 @@ def function_names(model: nn.Module, config: OptimizationConfig, family: ModelFa
     """Dotted names of the methods that --compile-scope stands for, in the model's order."""
     if config.compile_scope == "backbone":
         return family.backbone_functions
-    blocks = select_modules(model, family.block_names, "block_names")
-    layers = tuple(f"{name}.forward" for name in blocks)
+    blocks = select_layers(model, family.block_names)
+    layers = tuple(f"{name}.{method}" for name, block in blocks.items() for method in _methods(block))
     return layers if config.compile_scope == "per_layer" else (*layers, *family.group_functions)
+
+
+def _methods(block: nn.Module) -> tuple[str, ...]:
+    """What of a layer is one graph each: all of it, unless it says otherwise."""
+    methods: tuple[str, ...] = getattr(block, "compiled_methods", ("forward",))
+    return methods
 
 
 def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, report: Callable[[str], None]) -> nn.Module:

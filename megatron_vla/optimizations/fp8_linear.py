@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_vla.config.optimization import OptimizationConfig
+from megatron_vla.models.common.joined_parameters import parameter_parts
 from megatron_vla.models.common.merged_linear import joined_bias
 from megatron_vla.optimizations.fp8_delayed import DelayedBackend
 from megatron_vla.optimizations.fp8_product import Accumulation, fp8_product
@@ -96,7 +97,7 @@ class Fp8Linear(nn.Linear):
 
     def joint_output(self, hidden: Tensor, linears: Sequence[nn.Module]) -> Tensor:
         """[..., K] -> [..., sum N_i]: all `linears` in one product, with one scale for their weights together."""
-        output = fp8_rows_product(self.backend, hidden, [linear.get_parameter("weight") for linear in linears])
+        output = fp8_rows_product(self.backend, hidden, parameter_parts(linears, "weight"))
         bias = joined_bias(linears)
         return output if bias is None else output + bias
 

@@ -1,4 +1,7 @@
-"""Merged projections: linear layers that read the same rows become one matrix product; their parameters stay separate."""
+"""Merged projections: linear layers that read the same rows become one matrix product; their parameters stay separate.
+
+With --neighbouring-weights these parameters lie side by side in memory, so that nothing is copied to join them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from torch import nn
 from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.kernels.gated_gelu.op import IS_BUILT
 from megatron_vla.models.common.decoder_layer import GatedMlp
-from megatron_vla.models.common.merged_linear import MergesProjections
+from megatron_vla.models.common.joined_parameters import make_neighbours
+from megatron_vla.models.common.merged_linear import MergesProjections, projection_groups
 from megatron_vla.models.registry import ModelFamily
 
 FLAG = "--merge-projections"
@@ -24,8 +28,10 @@ def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, rep
         raise ValueError(f"{FLAG}: model {family.name} has no projections that can be merged; drop the flag")
     for module in merging:
         module.merged = True
-    groups = [group for module in merging for group in module.projection_groups()]
+    groups = projection_groups(model)
     line = f"merged projections: {sum(map(len, groups))} linear layers in {len(groups)} products"
+    if config.neighbouring_weights:
+        line += f", {sum(map(make_neighbours, groups))} of which read neighbours in memory"
     if any(isinstance(module, GatedMlp) and module.activation == "gelu_tanh" for module in merging):
         line += "; gated GELU: " + ("the fused kernel" if IS_BUILT else "PyTorch operations (kernels/gated_gelu was not built)")
     report(line)

@@ -52,3 +52,11 @@ def select_modules(model: nn.Module, patterns: Sequence[str], flag: str) -> dict
         if parents:
             raise ValueError(f"{flag}: {name} lies inside {parents[0]}; give one of the two patterns")
     return {name: modules[name] for name in modules if name in selected}
+
+
+def select_layers(model: nn.Module, block_names: Sequence[str]) -> dict[str, nn.Module]:
+    """`select_modules` of a family's layers, of which a configuration may have none of a kind."""
+    modules = dict(model.named_modules())
+    stacks = {pattern: modules.get(pattern.removesuffix(".*")) for pattern in block_names}
+    empty = [p for p, stack in stacks.items() if isinstance(stack, nn.ModuleList | nn.ModuleDict) and not len(stack)]
+    return select_modules(model, [p for p in block_names if p not in empty], "block_names of the model family")

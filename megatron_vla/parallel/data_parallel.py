@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vla.config.parallel import ParallelConfig
+from megatron_vla.models.common.merged_linear import forget_moved_weights
 from megatron_vla.parallel.groups import ParallelGroups
 from megatron_vla.parallel.owned_part import OwnedPart, OwnerRule, gradient_of, whole_part
 from megatron_vla.parallel.partial_gradients import NormScope, PartialSums, norm_scope
@@ -277,6 +278,21 @@ def wrap(
 
     block_names: the family's layers, which fsdp2 gathers one at a time. num_microbatches: per step and rank (None: unknown).
     """
+    model = _wrapped(module, parallel, groups, block_names, num_microbatches)
+    moved = forget_moved_weights(module)
+    if moved and groups.is_main:
+        reason = "the data-parallel strategy has moved them (see --neighbouring-weights)"
+        print(f"merged projections: {moved} products copy their weights together in every step: {reason}", flush=True)
+    return model
+
+
+def _wrapped(
+    module: nn.Module,
+    parallel: ParallelConfig,
+    groups: ParallelGroups,
+    block_names: Sequence[str],
+    num_microbatches: int | None,
+) -> DataParallelModel:
     if not any(p.requires_grad for p in module.parameters()):
         if isinstance(module, PartialModel):
             return UntrainedStage(module, parallel, groups)

@@ -11,7 +11,7 @@ With several nodes the shards are replicated once per node (HSDP): gathers then 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_vla.config.parallel import ParallelConfig
-from megatron_vla.optimizations.patterns import select_modules
+from megatron_vla.optimizations.patterns import select_layers
 from megatron_vla.parallel.groups import ParallelGroups
 from megatron_vla.parallel.owned_part import OwnedPart, gradient_of
 from megatron_vla.parallel.parameter_shard import copy_marks
@@ -61,13 +61,22 @@ def _mesh(groups: ParallelGroups, replicas: int) -> DeviceMesh:
     return mesh
 
 
+def _trained_dtypes(module: nn.Module, skipped: Set[int] = frozenset(), recurse: bool = True) -> set[torch.dtype]:
+    """Dtypes of trained parameters: torch wants one per unit, because a unit reduces its gradients together.
+
+    Frozen ones are gathered as bytes with the others, whatever their dtype.
+    """
+    parameters = module.parameters(recurse)
+    return {p.dtype for p in parameters if p.requires_grad and id(p) not in skipped}
+
+
 def _units(module: nn.Module, other: torch.dtype) -> Iterator[nn.Module]:
-    """Largest submodules all of whose parameters have dtype `other`."""
-    dtypes = {p.dtype for p in module.parameters()}
+    """Largest submodules all of whose trained parameters have dtype `other`."""
+    dtypes = _trained_dtypes(module)
     if dtypes == {other}:
         yield module
     elif other in dtypes:
-        mixed = {p.dtype for p in module.parameters(recurse=False)}
+        mixed = _trained_dtypes(module, recurse=False)
         if len(mixed) > 1:
             raise ValueError(f"{type(module).__name__} owns parameters of {mixed}: fsdp2 needs one dtype per module")
         if mixed == {other}:
@@ -77,12 +86,13 @@ def _units(module: nn.Module, other: torch.dtype) -> Iterator[nn.Module]:
 
 
 def _main_dtype(module: nn.Module, skipped: set[int]) -> torch.dtype:
-    """Dtype of most elements of the parameters that no unit below has taken."""
-    counts: dict[torch.dtype, int] = {}
+    """Dtype of most elements of the trained parameters (of all, where none is) that no unit below has taken."""
+    counts: dict[tuple[bool, torch.dtype], int] = {}
     for parameter in module.parameters():
         if id(parameter) not in skipped:
-            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
-    return max(counts, key=lambda dtype: counts[dtype])
+            key = parameter.requires_grad, parameter.dtype
+            counts[key] = counts.get(key, 0) + parameter.numel()
+    return max(counts, key=lambda key: (key[0], counts[key]))[1]
 
 
 class FullyShardedModel:
@@ -97,7 +107,7 @@ class FullyShardedModel:
         self._reshard = parallel.fsdp_reshard_after_forward
         originals = dict(module.named_parameters())
         shapes = {name: tuple(p.shape) for name, p in originals.items()}
-        for block in select_modules(module, block_names, "block_names of the model family").values():
+        for block in select_layers(module, block_names).values():
             self._shard(block)
         self._shard(module)
         self.module = module
@@ -119,15 +129,12 @@ class FullyShardedModel:
         self.norm_scope = norm_scope(groups, sharded=True, replica=replica, skipped=self._partial.counted_elsewhere)
 
     def _shard(self, module: nn.Module) -> None:
-        """Make `module` a unit, after units for its parameters of other dtypes."""
+        """Make `module` a unit, after one for its trained parameters of each other dtype."""
         taken = {id(p) for m in module.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
         main = _main_dtype(module, taken)
-        for dtype in {p.dtype for p in module.parameters() if id(p) not in taken} - {main}:
+        for dtype in _trained_dtypes(module, taken) - {main}:
             units = [u for u in _units(module, dtype) if not any(id(p) in taken for p in u.parameters())]
-            live = [u for u in units if any(p.requires_grad for p in u.parameters())]
-            # A frozen module may never run, and a common unit waits for all its members: each frozen one stands alone.
-            for members in ([live] if live else []) + [[u] for u in units if u not in live]:
-                self._fully_shard(members, dtype)
+            self._fully_shard(units, dtype)
         self._fully_shard(module, main)
 
     def _fully_shard(self, target: nn.Module | list[nn.Module], dtype: torch.dtype) -> None:

@@ -11,9 +11,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Protocol
 
 from megatron_vla.config.cli import to_flags
 from megatron_vla.config.run import RunConfig
@@ -31,14 +31,45 @@ REPORT_FILE, VERDICT_FILE = "report.json", "verdict.json"
 LAUNCHER_PREFIXES = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "NCCL_ASYNC")
 
 
-class EvaluationJobs:
-    """The evaluations of one run; only on rank 0."""
+class EvaluationLog(Protocol):
+    """Where results go, beside the line that is printed."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def evaluation(self, iteration: int, results: Mapping[str, float]) -> None:
+        """Results of the checkpoint of `iteration`."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        ...
+
+
+def numbers_of(report: Mapping[str, Any], verdict: Mapping[str, Any]) -> dict[str, float]:
+    """What a report says in numbers: success of all and of each task, how fast the policy was, the verdict."""
+    low, high = report["interval_95"]
+    numbers = {
+        "success": report["success"],
+        "success_interval_low": low,
+        "success_interval_high": high,
+        "trials": report["trials"],
+        "errors": report["errors"],
+        "promoted": float(verdict["status"] == "promoted"),
+        "seconds": report["times"]["wall_seconds"],
+        **{f"policy/{name}": value for name, value in report["policy_times"].items()},
+        **{f"success/{row['task']}": row["success"] for row in report["tasks"]},
+    }
+    # A task without a finished trial has no success, which is not the same as none.
+    return {name: value for name, value in numbers.items() if value is not None}
+
+
+class EvaluationJobs:
+    """The evaluations of one run; only on rank 0. `log` gets what they found, and is closed by `finish`."""
+
+    def __init__(self, config: RunConfig, log: EvaluationLog | None = None) -> None:
         assert config.checkpoint.save is not None and config.evaluation.eval_interval is not None
         self.root = Path(config.checkpoint.save)
         self.interval = config.evaluation.eval_interval
         self.flags = to_flags(config.evaluation)
+        self.log = log
         self.waiting: list[int] = sorted(self._left_open())
         self._process: subprocess.Popen[bytes] | None = None
         self._running: int | None = None
@@ -71,7 +102,14 @@ class EvaluationJobs:
         return lines
 
     def finish(self) -> Iterator[str]:
-        """Wait for all that is left, line by line."""
+        """Wait for all that is left, line by line, and close the log."""
+        try:
+            yield from self._finish()
+        finally:
+            if self.log is not None:
+                self.log.close()
+
+    def _finish(self) -> Iterator[str]:
         while self._process is not None or self.waiting:
             if self._process is not None:
                 self._process.wait()
@@ -109,6 +147,8 @@ class EvaluationJobs:
         if status not in (0, 3) or not verdict_file.is_file():
             return f"evaluation of iteration {iteration} failed with exit status {status}: see {mark.parent / LOG_FILE}"
         report, verdict = json.loads((mark.parent / REPORT_FILE).read_text()), json.loads(verdict_file.read_text())
+        if self.log is not None:
+            self.log.evaluation(iteration, numbers_of(report, verdict))
         low, high = report["interval_95"]
         reasons = f" ({'; '.join(verdict['reasons'])})" if verdict["reasons"] else ""
         return (

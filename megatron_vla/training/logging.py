@@ -1,4 +1,8 @@
-"""Progress line, metrics.jsonl, TensorBoard and Weights & Biases, all fed from one record per log interval (rank 0 only)."""
+"""Progress line, metrics.jsonl, TensorBoard and Weights & Biases, all fed from one record per log interval (rank 0 only).
+
+An evaluation beside the run gives a record of its own, without steps: {"iteration": of the checkpoint, "iterations": [],
+"losses": [], "evaluation": {...}}.
+"""
 
 from __future__ import annotations
 
@@ -190,6 +194,7 @@ class RunLogger:
         self.folder = log_folder(config)
         self._iterations: list[int] = []
         self._losses: list[float] = []
+        self._last_iteration = resumed_iteration
         self._hints = HintFilter()
         self._terminal = sys.stdout.isatty()
         self._live_width = 0
@@ -248,9 +253,8 @@ class RunLogger:
         hint = data_wait_hint(record, self.config)
         if self._hints.passes(hint):
             self.message(str(hint))
-        if self.folder is not None:
-            with open(self.folder / METRICS_FILE, "a") as file:
-                file.write(json.dumps(record) + "\n")
+        self._last_iteration = record["iteration"]
+        self._append(record)
         scalars = {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "iteration"}
         if self._tensorboard is not None:
             for name, value in scalars.items():
@@ -258,6 +262,24 @@ class RunLogger:
             self._tensorboard.flush()
         if self._wandb is not None:
             self._wandb.log(scalars, step=record["iteration"])
+
+    def evaluation(self, iteration: int, results: Mapping[str, float]) -> None:
+        """Write what an evaluation of the checkpoint of `iteration` found; training may be far beyond it."""
+        # Empty lists: whoever reads the losses of all records finds none here.
+        self._append({"iteration": iteration, "iterations": [], "losses": [], "evaluation": dict(results)})
+        named = {f"evaluation/{name}": value for name, value in results.items()}
+        if self._tensorboard is not None:
+            for name, value in named.items():
+                self._tensorboard.add_scalar(name, value, iteration)
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            # Its steps only go forward, so these have an axis of their own.
+            self._wandb.log({**named, "evaluation/iteration": iteration}, step=self._last_iteration)
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        if self.folder is not None:
+            with open(self.folder / METRICS_FILE, "a") as file:
+                file.write(json.dumps(record) + "\n")
 
     def draw_curve(self) -> Path | None:
         """Write the loss curve; returns its path when there is a log folder and something to draw."""
@@ -292,9 +314,11 @@ def _wandb_run(config: RunConfig, folder: Path | None) -> Any:
         import wandb
     except ImportError as exception:
         raise ValueError("--wandb-project: the package is not installed; pip install wandb") from exception
-    return wandb.init(
+    run = wandb.init(
         project=config.logging.wandb_project,
         name=config.logging.wandb_name,
         dir=str(folder) if folder is not None else None,
         config=config.to_dict(),
     )
+    run.define_metric("evaluation/*", step_metric="evaluation/iteration")
+    return run

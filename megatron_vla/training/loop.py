@@ -84,13 +84,16 @@ def train(run: TrainingRun) -> EvaluationJobs | None:
     """
     state, groups = run.state, run.groups
     logger = RunLogger(run.config, state.iteration) if groups.is_main else None
+    evaluations: EvaluationJobs | None = None
     try:
         with StopSignals(groups) as signals:
-            return _Loop(run, logger, signals).run()
+            evaluations = _Loop(run, logger, signals).run()
+        return evaluations
     except torch.OutOfMemoryError as exception:
         raise torch.OutOfMemoryError(_memory_advice(run.config, exception)) from exception
     finally:
-        if logger is not None:
+        # Evaluations that are still open have results to write: they close it.
+        if logger is not None and evaluations is None:
             logger.close()
 
 
@@ -113,7 +116,7 @@ class _Loop:
         can_save = run.config.checkpoint.save is not None
         self.saver = CheckpointSaver(run.config, run.groups, run.supply) if can_save else None
         evaluates = run.config.evaluation.eval_interval is not None and can_save and run.groups.is_main
-        self.evaluations = EvaluationJobs(run.config) if evaluates else None
+        self.evaluations = EvaluationJobs(run.config, logger) if evaluates else None
 
     def run(self) -> EvaluationJobs | None:
         training = self.config.training

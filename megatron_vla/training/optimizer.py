@@ -215,7 +215,14 @@ class AdamW:
 
     def write_weights(self) -> None:
         """Round the main parameters into the model, where they are copies. Sharded: this rank's part only."""
+        self._forget_moments()
         self._write_weights(self.parameters)
+
+    def _forget_moments(self) -> None:
+        """Whoever is handed live state, or asks for copies between main parameters and weights, may have changed it: what the
+        kernel knows about moments of zero is no longer certain."""
+        for kernel in (self._kernels or {}).values():
+            kernel.forget_moments()
 
     @torch.no_grad()
     def _write_weights(self, entries: Sequence[OptimizedParameter]) -> None:
@@ -275,6 +282,7 @@ class AdamW:
 
     def state_shards(self) -> Iterator[StateShard]:
         """This rank's main parameters and moments, live. Loading copies into the tensors, then calls `write_weights`."""
+        self._forget_moments()
         for entry in self.parameters:
             states: dict[StateKind, Tensor | None] = {
                 "main": entry.main,
@@ -290,6 +298,7 @@ class AdamW:
 
         Raises ValueError on a rank that holds true parts only: see `state_shards`.
         """
+        self._forget_moments()
         tensors: dict[str, Tensor] = {}
         for entry in self.parameters:
             if entry.part.flat_range != (0, math.prod(entry.part.local_shape)):
@@ -304,6 +313,7 @@ class AdamW:
     @torch.no_grad()
     def refresh_main(self) -> None:
         """Take the main parameters from the model again, after weights were loaded without optimizer state."""
+        self._forget_moments()
         for entry in self.parameters:
             if entry.has_own_main:
                 entry.main.copy_(entry.part.weight)

@@ -9,7 +9,7 @@ import torch
 from megatron_vla.config.check import check
 from megatron_vla.config.run import RunConfig
 from megatron_vla.data.build import DataSupply, build_data
-from megatron_vla.data.preprocess import Preprocessor
+from megatron_vla.data.mixture_data import acting_part
 from megatron_vla.data.report import first_batch_report
 from megatron_vla.evaluation.plan import plan_findings
 from megatron_vla.findings import CheckError, error, raise_errors
@@ -37,8 +37,8 @@ def prepare(config: RunConfig, family: ModelFamily, world_size: int) -> tuple[Ch
     supply = build_data(with_stored_preprocessing(config, resume), family)
     if resume is not None:
         supply.restore_packs(resume.state.get("packing"))
-    if config.evaluation.eval_interval is not None and isinstance(supply.preprocessor, Preprocessor):
-        raise_errors(list(plan_findings(config.evaluation, supply.preprocessor)))
+    if config.evaluation.eval_interval is not None:
+        raise_errors(list(plan_findings(config.evaluation, acting_part(supply.preprocessor, config.evaluation.eval_dataset))))
     order = order_findings(resume, supply.order_hash, config)
     print_once(*(f for f in order if f.severity == "warning"))
     raise_errors(order)

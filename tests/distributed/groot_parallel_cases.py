@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from compile_cases import train as train_compiled
 from groot_model_fixtures import gradients, released_loss, tiny_config, tiny_model
 from pi05_fixtures import relative_difference
 from pipeline_cases import Result, take_steps_of
 from tensor_parallel_cases import all_ranks, joined
+from training_cases import train
 
 from megatron_vla.config.parallel import ParallelConfig
 from megatron_vla.config.run import RunConfig, parse_args
@@ -32,6 +34,11 @@ STEP_FLAGS = (
     *("--global-batch-size", "4", "--train-iters", "20", "--lr-warmup-iters", "4", "--lr", "1e-3"),
     *("--num-workers", "0", "--log-interval", "5", "--no-first-batch-report"),
 )
+
+# Laid over the flags of tiny Pi0.5 runs.
+TRAIN_FLAGS = (*STEP_FLAGS, "--image-size", "64", "--num-layers", "4", "--vision-num-layers", "4")
+
+__all__ = ["TRAIN_FLAGS", "Difference", "Spec", "compare", "step_config", "take_steps", "train", "train_compiled"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from sharded_cases import without_shards
 from torch import Tensor
 from training_fixtures import build_run, tiny_config
 
@@ -27,7 +28,7 @@ from megatron_vla.training.nonfinite import NonFiniteError
 
 @dataclass
 class Result:
-    """Per step: losses, counts, norms, metrics. Of the first step: this rank's gradients by name (of the loss's sum).
+    """Per step: losses, counts, norms, metrics. Of the first step: gradients by name (of the loss's sum), of fsdp2 whole ones.
 
     cut_dims: along which dimension tensor-parallel ranks cut a tensor. place: (tp, pp, dp) ranks.
     """
@@ -84,7 +85,7 @@ def take_steps_of(config: RunConfig, num_steps: int) -> Result:
     def record(*arguments: Any) -> None:
         # Before the update, which scales gradients in place.
         if not result.gradients:
-            result.gradients = {n: gradient_of(p).clone() for n, p in module.named_parameters() if p.requires_grad}
+            result.gradients = {n: without_shards(gradient_of(p)) for n, p in module.named_parameters() if p.requires_grad}
         honest(*arguments)
 
     optimizer.step = record  # type: ignore[method-assign]
@@ -95,7 +96,7 @@ def take_steps_of(config: RunConfig, num_steps: int) -> Result:
         result.counts.append(int(metrics.num_valid))
         result.norms.append(float(metrics.gradient_norm))
         result.extra.append({name: float(value) for name, value in metrics.extra.items()})
-    result.parameters = {n: p.detach().clone() for n, p in module.named_parameters()}
+    result.parameters = {n: without_shards(p.detach()) for n, p in module.named_parameters()}
     shut_down()
     return result
 

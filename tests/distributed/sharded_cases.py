@@ -57,14 +57,15 @@ def assembled(run: TrainingRun) -> tuple[dict[str, Tensor], float]:
     return state, held / sum(t.numel() for k, t in state.items() if k.startswith("exp_avg."))
 
 
+def without_shards(tensor: Any) -> Tensor:
+    """A copy of the whole tensor; of a sharded one, all ranks call this."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
 def weights(run: TrainingRun) -> dict[str, Tensor]:
     """The model's own parameters, whole."""
     run.runner.model.gather_parameters()
-    found = {}
-    for name, parameter in run.state.module.named_parameters():
-        data: Any = parameter.detach()
-        found[f"weight.{name}"] = (data.full_tensor() if hasattr(data, "full_tensor") else data).clone()
-    return found
+    return {f"weight.{name}": without_shards(p.detach()) for name, p in run.state.module.named_parameters()}
 
 
 def steps(run: TrainingRun, count: int, world_size: int) -> tuple[list[float], list[float]]:

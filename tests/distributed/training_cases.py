@@ -26,6 +26,7 @@ Ids = list[list[tuple[int, int]]]
 def train(rank: int, flags: list[str]) -> Ids:
     """Train; returns (epoch, sample index) of every micro-batch that this rank used, in order."""
     config = tiny_config(*flags)
+    family = model_family(config.model.model_name)
     used: Ids = []
     honest = DataSupply.iterator
 
@@ -34,7 +35,7 @@ def train(rank: int, flags: list[str]) -> Ids:
             used.append(list(zip(batch.epoch_B.tolist(), batch.sample_index_B.tolist(), strict=True)))
             yield batch
 
-    with mock.patch.object(DataSupply, "iterator", iterator), training_session(config, model_family("pi05")) as run:
+    with mock.patch.object(DataSupply, "iterator", iterator), training_session(config, family) as run:
         train_loop(run)
     return used
 

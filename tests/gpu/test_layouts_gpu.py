@@ -12,6 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))  # worker processes and their cases
 
 import sharded_cases
+from groot_parallel_cases import TRAIN_FLAGS as GROOT
 from worker_pool import WorkerPool
 
 NUM_GPUS = torch.cuda.device_count()
@@ -74,6 +75,16 @@ def test_two_gpus_follow_one(two: WorkerPool, layout: tuple[str, ...]) -> None:
 def test_bf16_on_two_gpus_follows_one(two: WorkerPool, name: str) -> None:
     """Within the rounding of bf16 (8 bits): another order of sums changes single roundings."""
     assert_like_one_gpu(two, ON_TWO[name], "--bf16", relative=1e-2)
+
+
+@pytest.mark.parametrize("name", ["dp2_zero1", "dp2_fsdp2", "tp2_sp"])
+@pytest.mark.parametrize("precision", [(), ("--autocast-bf16",)], ids=["fp32", "autocast"])
+def test_groot_with_a_frozen_bf16_backbone_on_two_gpus_follows_one(
+    two: WorkerPool, name: str, precision: tuple[str, ...]
+) -> None:
+    """fsdp2 gathers frozen bf16 matrices and fp32 norms of a layer together, as bytes."""
+    flags = (*GROOT, "--frozen-dtype", "bf16", *precision)
+    assert_like_one_gpu(two, ON_TWO[name], *flags, relative=1e-2 if precision or name == "tp2_sp" else 1e-4)
 
 
 @pytest.mark.parametrize("layout", ON_FOUR.values(), ids=ON_FOUR)

@@ -10,13 +10,18 @@ import torch
 from evaluation_fixtures import opened_up, random_observation, train_checkpoint
 
 from megatron_vla.evaluation.policy import Policy, PolicySettings, load_policy, open_checkpoint
+from megatron_vla.models.registry import MODEL_FAMILIES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.fixture(scope="module")
-def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_checkpoint(tmp_path_factory.mktemp("policy"))
+# A backbone in bf16 rounds otherwise where more is fused; that is no question of graphs.
+FLAGS = {"pi05": (), "groot_n1_7": ("--frozen-dtype", "as_model")}
+
+
+@pytest.fixture(scope="module", params=MODEL_FAMILIES)
+def save(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_checkpoint(tmp_path_factory.mktemp("policy"), *FLAGS[request.param], model_name=request.param)
 
 
 def loaded(save: Path, **settings: bool) -> Policy:

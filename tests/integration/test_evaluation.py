@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,10 +95,10 @@ def test_replay_measures_actions_in_physical_units(save: Path) -> None:
 
     source = build_data(with_stored_preprocessing(config, folder), policy.family).source
     recorded = torch.stack([torch.as_tensor(source(n, 0)["actions_BTA"]) for n in numbers])
-    policy._sampler = lambda batch: recorded  # type: ignore[assignment]
+    policy._sampler._sample = lambda batch: recorded  # type: ignore[method-assign]
     exact = replay(policy, folder, config, 2, say=lambda line: None)
     np.testing.assert_allclose(exact.error_D, 0, atol=1e-6)
-    policy._sampler = lambda batch: recorded + 0.1  # type: ignore[assignment]
+    policy._sampler._sample = lambda batch: recorded + 0.1  # type: ignore[method-assign]
     off = replay(policy, folder, config, 2, say=lambda line: None)
     unnormalize = policy.preprocessor.action_normalizer.unnormalize
     span = unnormalize(np.full((1, 4), 0.1)) - unnormalize(np.zeros((1, 4)))
@@ -206,6 +207,9 @@ def test_training_evaluates_gates_and_keeps_the_promoted_checkpoint(tmp_path: Pa
     )
     for iteration in (2, 4):
         assert f"evaluation of iteration {iteration}: success " in said
+    lines = [json.loads(line) for line in (tmp_path / "checkpoints/logs/metrics.jsonl").read_text().splitlines()]
+    found = {line["iteration"]: line["evaluation"] for line in lines if "evaluation" in line}
+    assert sorted(found) == [2, 4] and all(f["trials"] == 1 and f["policy/call_ms_p50"] > 0 for f in found.values())
     status = json.loads((tmp_path / "checkpoints/evaluation/status.json").read_text())
     assert [status[i]["status"] for i in ("2", "4")] == ["promoted", "promoted"]
     assert status["4"]["comparison"]["trials"] == 1 and best_iteration(tmp_path / "checkpoints") == 4
@@ -242,6 +246,56 @@ def test_jobs_run_in_order_and_left_open_ones_go_on(tmp_path: Path, monkeypatch:
     assert (save / "ran").read_text() == "24"
     assert [line for line in lines if "failed with exit status 0" in line] == lines[1::2], "no verdict was written"
     assert not list(save.glob("evaluation/*/in_use"))
+
+
+def test_results_of_jobs_reach_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_vla.training import evaluation_jobs
+
+    report = {
+        "success": 0.5,
+        "interval_95": [0.1, 0.9],
+        "trials": 2,
+        "errors": 1,
+        "times": {"wall_seconds": 3.0},
+        "policy_times": {"call_ms_p50": 7.0},
+        "tasks": [{"task": "reach", "success": 0.5}, {"task": "push", "success": None}],
+    }
+    script = (
+        "import sys, json, pathlib; p = pathlib.Path(sys.argv[2]); f = p.parent / 'evaluation' / p.name; "
+        f"(f / 'report.json').write_text(json.dumps({report!r})); "
+        "(f / 'verdict.json').write_text(json.dumps({'status': 'promoted', 'reasons': []}))"
+    )
+    real = subprocess.Popen
+    monkeypatch.setattr(evaluation_jobs.subprocess, "Popen", lambda c, **k: real([c[0], "-c", script, *c[3:]], **k))
+
+    class Log:
+        said: list[Any] = []
+
+        def evaluation(self, iteration: int, results: dict[str, float]) -> None:
+            self.said.append((iteration, results))
+
+        def close(self) -> None:
+            self.said.append("closed")
+
+    config = parse_args(training_flags(tmp_path, "--eval-interval", "2", "--save-interval", "2"))
+    jobs = evaluation_jobs.EvaluationJobs(config, Log())
+    jobs.add(2)
+    (tmp_path / "checkpoints/iter_0000002").mkdir(parents=True)
+    (tmp_path / "checkpoints/iter_0000002/state.json").write_text("{}")
+    assert "success 50% (10% to 90%, 2 trials), promoted" in list(jobs.finish())[-1]
+    (iteration, results), closed = Log.said
+    assert iteration == 2 and closed == "closed"
+    assert results == {
+        "success": 0.5,
+        "success_interval_low": 0.1,
+        "success_interval_high": 0.9,
+        "trials": 2,
+        "errors": 1,
+        "promoted": 1.0,
+        "seconds": 3.0,
+        "policy/call_ms_p50": 7.0,
+        "success/reach": 0.5,
+    }
 
 
 def test_registry_names_known_simulators() -> None:

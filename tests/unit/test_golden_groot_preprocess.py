@@ -45,12 +45,12 @@ def test_evaluation_pictures_and_a_chosen_crop(case: dict[str, Any]) -> None:
         height, width = picture.shape[1:3]
         crop = chosen.cropped(picture, *chosen.centre(height, width))
         assert tuple(crop.shape[1:3]) == chosen.final_size(height, width)
-        assert differs(crop[0], IMAGES[f"{name}.{image_filter}_center"]) <= (0 if image_filter == "bicubic" else 1)
+        assert differs(crop[0], IMAGES[f"{name}.{image_filter}_center"]) == 0
     area = settings(case, "area")
     picture = area.resized(IMAGES[f"{case['key']}.raw"], "x")
     slack = np.array(picture.shape[1:3]) - area.window(*picture.shape[1:3])
     top, left = (round(s * share) for s, share in zip(slack.tolist(), case["crop_position"], strict=True))
-    assert differs(area.cropped(picture, top, left)[0], IMAGES[f"{name}.area_at"]) <= 1
+    assert differs(area.cropped(picture, top, left)[0], IMAGES[f"{name}.area_at"]) == 0
 
 
 def test_released_sizes() -> None:
@@ -58,14 +58,14 @@ def test_released_sizes() -> None:
         released = PictureSettings(image_filter, 256, 230 / 256, False, 16, 2, 65536, 1 << 24)  # type: ignore[arg-type]
         picture = released.resized(IMAGES["released.raw"], "x")
         crop = released.cropped(picture, *released.centre(*picture.shape[1:3]))
-        assert differs(crop[0, ::2, ::2], IMAGES[f"released.{image_filter}_center"]) <= 1
+        assert differs(crop[0, ::2, ::2], IMAGES[f"released.{image_filter}_center"]) == 0
 
 
 @pytest.mark.parametrize(
     "case", [c for c in IMAGE_CASES if "train_replay" in c], ids=lambda case: f"{case['key']}.{case['variant']}"
 )
 def test_training_replay_of_crop_and_colours(case: dict[str, Any]) -> None:
-    """The released augmentation, replayed on two views: a level at most, but where contrast doubles one (below 1 in 4,000)."""
+    """The released augmentation, replayed on two views: equal in every level."""
     chosen, replay = settings(case, "area"), [step["params"] for step in case["train_replay"]]
     left, top, right, bottom = replay[1]["crop_coords"]
     factors, order = [replay[3][name] for name in OPERATIONS], replay[3]["order"]
@@ -75,11 +75,10 @@ def test_training_replay_of_crop_and_colours(case: dict[str, Any]) -> None:
         crop = chosen.cropped(picture, top, left)
         coloured = jitter_alike(crop, factors, order)
         expected = IMAGES[f"{case['key']}.{case['variant']}.{made}"]
-        difference = np.abs(coloured[0].numpy().astype(int) - expected.astype(int))
-        assert difference.max() <= 2 and (difference > 1).mean() < 1 / 4000
-        assert (difference > 0).mean() < 1 / 1000
+        np.testing.assert_array_equal(coloured[0].numpy(), expected)
         # The batched form (what a GPU runs) is the same picture, bit by bit.
-        batched = jitter(crop.repeat(2, 1, 1, 1), torch.tensor([factors, factors]), torch.tensor([order, order]))
+        factors_24 = torch.tensor([factors, factors], dtype=torch.float64)
+        batched = jitter(crop.repeat(2, 1, 1, 1), factors_24, torch.tensor([order, order]))
         assert torch.equal(batched, coloured.repeat(2, 1, 1, 1))
 
 

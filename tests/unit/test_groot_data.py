@@ -203,6 +203,38 @@ def test_frames_of_the_past(make: Make, folder: Path) -> None:
     assert torch.equal(views[0], views[2]) and torch.equal(views[1], views[3]) and not torch.equal(views[0], views[1])
 
 
+def test_states_of_the_past(make: Make, folder: Path, tmp_path: Path) -> None:
+    """State steps [-3, -1, 0]; before the start the first row stands in; relative actions start from the last."""
+    changed = {**MODALITY_CONFIG["state"], "delta_indices": [-3, -1, 0]}
+    (folder / "states.json").write_text(json.dumps({**MODALITY_CONFIG, "state": changed}))
+    plain, supply = make("--no-shuffle"), make("--no-shuffle", "--state-history-length", "3", modality="states.json")
+    dataset, alone = supply.source.dataset, plain.source.dataset  # type: ignore[attr-defined]
+    first = LENGTHS[0]
+    for index, rows in ((first + 5, (2, 4, 5)), (first + 2, (0, 1, 2)), (first, (0, 0, 0))):
+        raw = dataset[index]
+        np.testing.assert_array_equal(raw.state_D, [alone[first + row].state_D for row in rows])
+        found, present = preprocessor(supply)(raw, 0), preprocessor(plain)(alone[index], 0)
+        np.testing.assert_array_equal(found["state_BHD"][2], present["state_BHD"][0])
+        earlier = preprocessor(plain)(alone[first + rows[0]], 0)
+        np.testing.assert_array_equal(found["state_BHD"][0], earlier["state_BHD"][0])
+        np.testing.assert_array_equal(found["actions_BTA"], present["actions_BTA"])
+        physical = preprocessor(supply).unnormalize_actions(found["actions_BTA"], raw.state_D)
+        np.testing.assert_array_equal(
+            physical, preprocessor(plain).unnormalize_actions(present["actions_BTA"], alone[index].state_D)
+        )
+    once = make(
+        *("--no-shuffle", "--state-history-length", "3", "--data-access", "decode_once", "--decode-lanes", "1"),
+        modality="states.json",
+    )
+    assert_equal(batches(supply, 4), batches(once, 4))
+    assert batches(supply, 1)[0]["state_BHD"].shape == (4, 3, 12)
+    preprocessor(supply).save(tmp_path)
+    again = load_preprocessor(tmp_path).preprocess_observation(raw.images, raw.state_D, raw.instruction)
+    np.testing.assert_array_equal(again["state_BHD"], found["state_BHD"])
+    with pytest.raises(ValueError, match=r"trained with \[3, 12\]"):
+        preprocessor(supply).preprocess_observation(raw.images, raw.state_D[0], "go")
+
+
 def test_mixture_of_robots(make: Make, folder: Path) -> None:
     """Two robots with other cameras, keys, sizes and slots in one batch; grids differ, so nothing is padded to the other."""
     write_dataset(folder / "other", modality=None, size=(64, 96), version="v3.0")
@@ -273,6 +305,11 @@ def test_wrong_configurations_are_named(folder: Path, tmp_path: Path) -> None:
     place = flags.index("--embodiment-id")
     with pytest.raises(CheckError, match="'my_robot' is unknown; known are simpler_env_google"):
         build_data(parse_args(flags[:place] + flags[place + 2 :]), FAMILY)
+    state = {"delta_indices": [-1, 0], "modality_keys": ["pose", "arm"]}
+    assert "2 state step(s), the model reads 1" in refused(folder, *config(state=state))
+    for steps in ([0, -1], [-2, -1], [0, 1]):
+        state = {"delta_indices": steps, "modality_keys": ["pose", "arm"]}
+        assert "must end with 0, the present" in refused(folder, *config(state=state), "--state-history-length", "2")
     state = {"delta_indices": [0], "modality_keys": ["pose", "wheel"]}
     assert "relative to the state 'arm'" in refused(folder, *config(state=state))
     action = {**MODALITY_CONFIG["action"], "delta_indices": [0, 1, 3]}

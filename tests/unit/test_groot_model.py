@@ -247,3 +247,17 @@ def test_small_variant_is_about_a_hundred_million() -> None:
     with torch.device("meta"):
         model = GrootN17Model(parse_args(["--model-name", "groot_n1_7", "--model-variant", "small", "--mock-data"]).family)
     assert 70e6 < sum(p.numel() for p in model.parameters()) < 150e6
+
+
+def test_first_values_of_embodiment_weights_by_their_inputs() -> None:
+    """As released all have one deviation; by inputs, noisy actions reach the DiT as large as positions do."""
+    words = ["--model-name", "groot_n1_7", "--model-variant", "tiny", "--mock-data"]
+    released, narrow = (build(parse_args([*words, *more])) for more in ((), ("--embodiment-init", "fan_in")))
+    encoder, other = released.action_encoder, narrow.action_encoder
+    for layer in ("fc1", "fc2", "fc3"):
+        weight_EIO, plain_EIO = (part.get_submodule(layer).get_parameter("weight") for part in (other, encoder))
+        assert float(plain_EIO.detach().std()) == pytest.approx(0.02, rel=0.1)
+        assert float(weight_EIO.detach().std()) == pytest.approx(weight_EIO.shape[1] ** -0.5, rel=0.1)
+    changed = {n for n, p in released.named_parameters() if not torch.equal(p, narrow.get_parameter(n))}
+    assert {n.partition(".")[0] for n in changed} == {"state_encoder", "action_encoder", "action_decoder"}
+    assert all(n.endswith(".weight") for n in changed), "biases of all start at zero"

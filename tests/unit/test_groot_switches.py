@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,7 +96,10 @@ def test_what_is_merged_is_printed() -> None:
         tiny_model(), OptimizationConfig(merge_projections=True, attention_backend="sdpa"), FAMILY, lines.append
     )
     # q, k, v of vision (4 layers), text (4), vision-language (2) and half of the DiT (2); its others k, v; text gate, up.
-    assert lines == [f"merged projections: {3 * 12 + 2 * 2 + 2 * 4} linear layers in 18 products"], "its gates are no GELU"
+    expected = (
+        f"merged projections: {3 * 12 + 2 * 2 + 2 * 4} linear layers in 18 products, 18 of which read neighbours in memory"
+    )
+    assert lines == [expected], "its gates are no GELU"
 
 
 @pytest.mark.parametrize(
@@ -139,8 +143,11 @@ def test_gradients_without_a_buffer_are_the_same(groups: ParallelGroups, tuned: 
     assert_same_state(direct, buffered)
 
 
-def test_captured_steps_are_the_eager_ones(groups: ParallelGroups) -> None:
-    config = run_config("--dropout", "0", "--prompt-padding", "max")
+@pytest.mark.parametrize(
+    "switches", [(), ("--merge-projections", "--activation-checkpoint-module-patterns", "dit_layers.*")], ids=["plain", "all"]
+)
+def test_captured_steps_are_the_eager_ones(groups: ParallelGroups, switches: tuple[str, ...]) -> None:
+    config = run_config("--dropout", "0", "--prompt-padding", "max", *switches)
     eager, graphs = build_run(config, groups), build_run(config, groups)
     recorder = OperationRecorder()
     with_graphs(graphs, recorder)
@@ -169,7 +176,6 @@ GRAPHS = ("--runner", "full_iteration_graph", "--prompt-padding", "max")
     [
         (("--packing",), "--packing", "groot_n1_7 cannot read packs"),
         (("--mock-camera-counts", "1", "2"), "--mock-camera-counts", "--mock-num-cameras"),
-        (("--eval-interval", "5"), "--eval-interval", "no sampling"),
         (("--mock-min-prompt-length", "2"), "--mock-min-prompt-length", "--mock-prompt-length"),
         (("--attention-backend", "varlen"), "--attention-backend", "causal"),
         (
@@ -178,9 +184,7 @@ GRAPHS = ("--runner", "full_iteration_graph", "--prompt-padding", "max")
             "--dropout 0",
         ),
         ((*GRAPHS, "--tensor-model-parallel-size", "2"), "--runner", "--dropout 0"),
-        (FSDP, "--data-parallel-strategy", "two dtypes"),
-        ((*FSDP, "--bf16", "--frozen-dtype", "as_model"), "--data-parallel-strategy", "two dtypes"),
-        ((*FSDP, "--frozen-dtype", "as_model", "--merge-projections"), "--data-parallel-strategy", "outside the layers"),
+        ((*FSDP, "--bf16", "--compile"), "--compile", "inside each layer"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
@@ -192,7 +196,16 @@ def test_what_cannot_work_is_refused(flags: tuple[str, ...], where: str, words: 
 
 
 @pytest.mark.parametrize(
-    "flags", [("--frozen-dtype", "as_model"), ("--tune-llm", "--tune-visual"), ("--fp64",)], ids=lambda flags: " ".join(flags)
+    "flags",
+    [(), ("--tune-llm", "--tune-visual"), ("--bf16", "--merge-projections"), ("--compile", "--prompt-padding", "max")],
+    ids=lambda flags: " ".join(flags) or "default",
 )
-def test_sharding_of_one_dtype_is_allowed(flags: tuple[str, ...]) -> None:
+def test_sharding_is_allowed(flags: tuple[str, ...]) -> None:
     assert [str(f) for f in check(run_config(*FSDP, *flags), FAMILY, 2) if f.severity == "error"] == []
+
+
+def test_a_family_without_sampling_is_not_evaluated() -> None:
+    config = run_config("--eval-interval", "5")
+    told = [f.what for f in check(config, replace(FAMILY, sample_actions=None), 1) if f.where == "--eval-interval"]
+    assert any("no sampling" in what for what in told)
+    assert not any("no sampling" in f.what for f in check(config, FAMILY, 1))

@@ -51,6 +51,9 @@ def test_resume_is_exact_and_a_changed_robot_is_refused(tmp_path: Path, capsys: 
     assert f"statistics: {found.preprocessor / 'statistics.json'}" in capsys.readouterr().out
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole") and len(losses(tmp_path / "parts")) == 4
     assert (tmp_path / "whole/logs/first_batch.png").is_file()
+    last = json.loads((tmp_path / "whole/logs/metrics.jsonl").read_text().splitlines()[-1])
+    # Two prompts and one grid in all: after the first micro-batches everything is known.
+    assert 0.5 < last["metadata_hit_rate"] <= 1
     action = {**MODALITY_CONFIG["action"], "delta_indices": [0, 1]}
     write_modality_config(tmp_path, action=action)
     with pytest.raises(CheckError, match="computed on other transforms"):

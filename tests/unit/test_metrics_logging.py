@@ -22,6 +22,7 @@ from megatron_vla.training.logging import (
 )
 from megatron_vla.training.metrics import MetricWindow, StepMetrics, StepRecord
 from megatron_vla.training.plot import draw_loss_curve, smoothed
+from tools.compare_loss import read_losses
 
 
 def records(first: int, losses: list[float]) -> list[StepRecord]:
@@ -120,12 +121,28 @@ def test_tensorboard_and_offline_wandb(tmp_path: Path, monkeypatch: pytest.Monke
     config = tiny_config("--log-dir", str(tmp_path), "--tensorboard", "--wandb-project", "vla")
     logger = RunLogger(config, 0)
     logger.window(record(1, [1.25]))
+    logger.evaluation(1, {"success": 0.75, "success/reach-v3": 0.5})
+    logger.window(record(2, [1.0]))
     logger.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.25)]
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.25), (2, 1.0)]
+    assert [(e.step, e.value) for e in events.Scalars("evaluation/success/reach-v3")] == [(1, 0.5)]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[1] == {
+        "iteration": 1,
+        "iterations": [],
+        "losses": [],
+        "evaluation": {"success": 0.75, "success/reach-v3": 0.5},
+    }
+    # Those who read losses read on, and a resume from before the evaluated checkpoint cuts its evaluation, too.
+    assert read_losses(str(tmp_path)) == {1: 1.25, 2: 1.0}
+    again = RunLogger(tiny_config("--log-dir", str(tmp_path)), 1)
+    assert again._losses == [1.25] and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    RunLogger(tiny_config("--log-dir", str(tmp_path)), 0)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
     assert list((tmp_path / "wandb").glob("offline-run-*"))
 
 

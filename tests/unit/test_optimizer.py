@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_vla.config.training import OptimizerConfig
+from megatron_vla.kernels.adamw.reference import Coefficients, adamw_update, skips_untouched
 from megatron_vla.training import optimizer as optimizer_module
 from megatron_vla.training.gradient import clip_factor, gradient_norm
 from megatron_vla.training.optimizer import AdamW
@@ -171,3 +172,56 @@ def test_fused_kernel_gives_the_same_update_and_skips_a_refused_step() -> None:
     fused.step([torch.full(shape, torch.nan) for shape in SHAPES], torch.tensor(0.0), torch.tensor(False))
     assert all(torch.equal(before[name], tensor) for name, tensor in fused.state_tensors().items())
     assert all(torch.equal(w, p.main) for w, p in zip(weights, fused.parameters, strict=True))
+
+
+# Every kind of number that a main parameter may be.
+NUMBERS = (0.0, -0.0, 1.0, -2.5e-3, 1e-45, -1e-45, 1.2e-38, 3e38, float("inf"), float("-inf"), float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("is_identity", "changed"),
+    [
+        (True, {}),
+        (True, {"negative_step_size": -0.0}),  # learning rate 0
+        (True, {"decay": 1 - 5e-5 * 1e-10}),  # rounds to 1 in fp32
+        (True, {"scale": -1e30}),
+        (False, {"decay": 1 - 1e-6}),
+        (False, {"scale": float("nan")}),
+        (False, {"scale": float("inf")}),
+        (False, {"eps": 0.0}),
+        (False, {"negative_step_size": 0.0}),  # would turn -0 into +0
+        (False, {"bias_correction2_sqrt": 0.0}),
+    ],
+)
+def test_where_nothing_was_touched_the_update_changes_no_bit(is_identity: bool, changed: dict[str, float]) -> None:
+    """The condition under which the kernel skips, against the update itself: gradients of both zeros, moments of +0."""
+    values = {"decay": 1.0, "scale": 0.37, "eps": 1e-8, "negative_step_size": -1e-3, "bias_correction2_sqrt": 0.3, **changed}
+    beta1, beta2, scale, eps = torch.tensor(0.9), torch.tensor(0.95), torch.tensor(values["scale"]), values["eps"]
+    decay, root, step = (torch.tensor(values[n]) for n in ("decay", "bias_correction2_sqrt", "negative_step_size"))
+    coefficients = Coefficients(decay, beta1, beta2, root, step)
+    main = torch.tensor(NUMBERS * 2)
+    gradient = torch.tensor([0.0] * len(NUMBERS) + [-0.0] * len(NUMBERS)) * scale
+    state = [main.clone(), torch.zeros_like(main), torch.zeros_like(main)]
+    adamw_update([state[0]], [gradient], [state[1]], [state[2]], coefficients, (0.9, 0.95), eps)
+    before = [main, torch.zeros_like(main), torch.zeros_like(main)]
+    same = all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(before, state, strict=True))
+    assert bool(skips_untouched(coefficients, scale, eps)) == is_identity == same
+
+
+def test_who_reads_or_writes_the_state_makes_the_kernel_forget() -> None:
+    """It skips what it believes to be zero: every way to live moments must reset that."""
+
+    class Kernel:
+        resets = 0
+
+        def forget_moments(self) -> None:
+            self.resets += 1
+
+    ours = AdamW(named(parameters(torch.bfloat16)), CONFIG)
+    kernel = Kernel()
+    ours._kernels = {True: kernel}  # type: ignore[dict-item]
+    for number, call in enumerate(
+        (lambda: list(ours.state_shards()), ours.state_tensors, ours.write_weights, ours.refresh_main)
+    ):
+        call()
+        assert kernel.resets == number + 1

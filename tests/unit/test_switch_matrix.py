@@ -30,18 +30,18 @@ SWITCHES: dict[str, list[dict[str, Any]]] = {
         {"activation_checkpoint_module_patterns": ("vision_tower.layers.*", "layers.*")},
         {"activation_checkpoint_module_patterns": ("vision_tower", "layers.*.*.mlp")},
     ],
-    "merge": [{"merge_projections": True}],
+    "merge": [{"merge_projections": True}, {"merge_projections": True, "neighbouring_weights": False}],
     "tf32": [{"allow_tf32": True}],
     "compile": [{"compile": True, "compile_scope": scope} for scope in ("per_layer", "backbone", "multi_group")],
 }
 PLAIN: dict[str, Any] = {"attention_backend": "eager"}
 
 
-def pairs() -> list[Any]:
+def pairs(switches: dict[str, list[dict[str, Any]]]) -> list[Any]:
     """Both of every two switches on, in all their values; what compiles takes seconds each, not fractions of one."""
     found = []
-    for first, second in itertools.combinations(SWITCHES, 2):
-        for left, right in itertools.product(SWITCHES[first], SWITCHES[second]):
+    for first, second in itertools.combinations(switches, 2):
+        for left, right in itertools.product(switches[first], switches[second]):
             options = {**PLAIN, **left, **right}
             marks = [pytest.mark.slow] if "compile" in options else []
             found.append(pytest.param(options, marks=marks, id=" + ".join(f"{k}={v}" for k, v in {**left, **right}.items())))
@@ -84,7 +84,7 @@ def reference() -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
     return float(mean_loss(model, batch).detach()), gradients(model, batch), model.state_dict()
 
 
-@pytest.mark.parametrize("options", [*pairs(), pytest.param(ALL_ON, id="all")])
+@pytest.mark.parametrize("options", [*pairs(SWITCHES), pytest.param(ALL_ON, id="all")])
 def test_pair_of_switches(options: dict[str, Any], reference: tuple[float, dict[str, Tensor], dict[str, Tensor]]) -> None:
     loss, expected, state = reference
     model, batch = built(options), tiny_batch()

@@ -91,7 +91,7 @@ class GrootAugmentation:
 class PictureBatch:
     """Resized pictures of a micro-batch end to end, and what is done to each: LoadedBatch.pending.
 
-    flat uint8; sizes (height, width) of each; windows_I2 int64 (top, left); factors_I4 float32; orders_I4 int64.
+    flat uint8; sizes (height, width) of each; windows_I2 int64 (top, left); factors_I4 float64; orders_I4 int64.
     """
 
     augmentation: GrootAugmentation
@@ -115,7 +115,7 @@ class PictureBatch:
             torch.from_numpy(np.concatenate([np.asarray(sample[PICTURES]) for sample in samples])),
             sizes,
             torch.tensor(windows, dtype=torch.int64),
-            torch.from_numpy(stacked[:, 2:6].astype(np.float32)),
+            torch.from_numpy(np.ascontiguousarray(stacked[:, 2:6])),
             torch.from_numpy(stacked[:, 6:].astype(np.int64)),
         )
 

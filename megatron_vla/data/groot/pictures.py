@@ -52,7 +52,9 @@ class PictureSettings:
                 f"{name}: expected a uint8 [H, W, 3] image, found {frame_HWC.dtype} {list(frame_HWC.shape)}; "
                 "pass the raw camera frame, neither normalized nor channels-first"
             )
-        picture = torch.from_numpy(np.ascontiguousarray(frame_HWC))[None]
+        frame_HWC = np.ascontiguousarray(frame_HWC)
+        # torch warns of arrays that cannot be written to, as those out of a client's message are.
+        picture = torch.from_numpy(frame_HWC if frame_HWC.flags.writeable else frame_HWC.copy())[None]
         picture = _letter_boxed(picture) if self.letter_box else picture
         return self.resize(picture)
 

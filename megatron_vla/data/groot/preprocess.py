@@ -102,9 +102,35 @@ class GrootPreprocessSettings:
         return self.steps.horizon
 
     @property
+    def frame_steps(self) -> tuple[int, ...]:
+        """Steps relative to now of the frames that each camera gives."""
+        return self.modality.video.delta_indices
+
+    @property
+    def state_steps(self) -> tuple[int, ...]:
+        """Steps relative to now of the states."""
+        return self.modality.state.delta_indices
+
+    @property
+    def image_size(self) -> int:
+        """Side (or shorter side) of the pictures that the model sees."""
+        return self.pictures.edge
+
+    @property
+    def about_robot(self) -> dict[str, Any]:
+        """Names that a client should know, beside cameras and dimensions."""
+        return {
+            "embodiment_tag": self.embodiment_tag,
+            "embodiment_id": self.embodiment_id,
+            "state_keys": list(self.modality.state.keys),
+            "action_keys": list(self.modality.action.keys),
+        }
+
+    @property
     def shape(self) -> SampleShape:
         """The make-up of samples that a dataset must give."""
-        return SampleShape(self.state, self.action, self.modality.video.delta_indices, self.steps)
+        video, state = self.modality.video.delta_indices, self.modality.state.delta_indices
+        return SampleShape(self.state, self.action, video, self.steps, state_deltas=state)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -160,7 +186,7 @@ class GrootPreprocessor:
         self._check_finite("action", sample.actions_TD)
         # A chunk as long as the model's padded horizon (serving fills one with zeros) is cut to the robot's own steps.
         is_inside_T = np.asarray(sample.action_is_in_episode_T)[: settings.num_steps]
-        actions_TD = self.transform.normalize_actions(sample.actions_TD[: settings.num_steps], sample.state_D)
+        actions_TD = self.transform.normalize_actions(sample.actions_TD[: settings.num_steps], self._present(sample.state_D))
         # Repeated steps beyond the episode's end carry no target, as in the released collation.
         actions_TD = (
             np.where(is_inside_T[:, None], actions_TD, np.float32(0)) if settings.action_loss == "valid" else actions_TD
@@ -176,6 +202,10 @@ class GrootPreprocessor:
             epoch_B=np.int64(epoch),
         )
         return arrays
+
+    def _present(self, state: np.ndarray) -> np.ndarray:
+        """What relative actions start from: the last of several steps [..., H, D]."""
+        return state if len(self.settings.modality.state.delta_indices) == 1 else state[..., -1, :]
 
     def _loss_mask(self, is_inside_T: np.ndarray, is_real_A: np.ndarray) -> np.ndarray:
         """bool [T, A]; see --action-loss."""
@@ -195,12 +225,14 @@ class GrootPreprocessor:
         """What inference needs, by the very code that training uses.
 
         images: camera key -> uint8 [H, W, 3], or [frames, H, W, 3] in the order of the configuration's video steps; state_D:
-        physical, float32 [state_dim]. Raises ValueError for a missing camera, another number of frames, a wrong state, or a
-        prompt that does not fit.
+        physical, float32 [state_dim], or [steps, state_dim] in the order of several state steps. Raises ValueError for a
+        missing camera, another number of frames, a wrong state, or a prompt that does not fit.
         """
         settings = self.settings
-        if state_D.shape != (settings.state_dim,):
-            raise ValueError(f"state has shape {list(state_D.shape)}; this model was trained with [{settings.state_dim}]")
+        num_steps = len(settings.modality.state.delta_indices)
+        expected = (settings.state_dim,) if num_steps == 1 else (num_steps, settings.state_dim)
+        if state_D.shape != expected:
+            raise ValueError(f"state has shape {list(state_D.shape)}; this model was trained with {list(expected)}")
         self._check_finite("state", state_D)
         pictures = self._pictures(images)
         sizes = [(int(picture.shape[1]), int(picture.shape[2])) for picture in pictures]
@@ -214,7 +246,7 @@ class GrootPreprocessor:
             "tokens_BS": tokens_S,
             "token_is_valid_BS": is_valid_S,
             "image_grid_I3": np.array(grids, dtype=np.int64),
-            "state_BHD": pad_last_dim(normalized_D, settings.max_state_dim)[None],
+            "state_BHD": pad_last_dim(normalized_D, settings.max_state_dim).reshape(num_steps, settings.max_state_dim),
             "embodiment_B": np.int64(settings.embodiment_id),
         }
         if keep_pictures:
@@ -265,7 +297,8 @@ class GrootPreprocessor:
         `state_D` is the physical state of the observation that the actions were predicted from.
         """
         settings = self.settings
-        return self.transform.unnormalize_actions(actions_TA[..., : settings.num_steps, : settings.action_dim], state_D)
+        physical_TA = actions_TA[..., : settings.num_steps, : settings.action_dim]
+        return self.transform.unnormalize_actions(physical_TA, self._present(state_D))
 
     def _check_finite(self, what: str, values_D: np.ndarray) -> None:
         if not np.isfinite(values_D).all():

@@ -69,9 +69,6 @@ def resolve_robot(
     if len(modality.state.delta_indices) != family.state_history_length:
         what = f"the modality configuration has {len(modality.state.delta_indices)} state step(s), the model reads "
         findings.append(error("--state-history-length", what + str(family.state_history_length), "make them agree"))
-    if modality.state.delta_indices != (0,):
-        what = f"states of earlier steps {list(modality.state.delta_indices)} are not read from datasets yet"
-        findings.append(error("modality configuration", what, "use state delta_indices [0]"))
     missing = [key for key in modality.video.keys if key not in video] if with_cameras else []
     if missing:
         what = f"video keys {', '.join(missing)} of the modality configuration have no camera; there are {', '.join(video)}"
@@ -84,7 +81,8 @@ def resolve_robot(
     findings += problems
     if steps is None or any(finding.severity == "error" for finding in findings):
         return None, findings
-    shape = SampleShape(tuple(state), tuple(action), modality.video.delta_indices, steps, task_column)
+    state_deltas = modality.state.delta_indices
+    shape = SampleShape(tuple(state), tuple(action), modality.video.delta_indices, steps, task_column, state_deltas)
     stream = KeyStream.of(modality, shape, family.use_relative_action)
     try:
         relative = stream.relative.keys

@@ -49,6 +49,11 @@ def inverse_sqrt_fan_in_uniform(values: Tensor, generator: torch.Generator) -> N
     values.uniform_(-bound, bound, generator=generator)
 
 
+def inverse_sqrt_inputs_normal(values: Tensor, generator: torch.Generator) -> None:
+    """Normal with standard deviation 1 / sqrt(inputs) of weights [..., inputs, outputs]."""
+    values.normal_(0.0, values.shape[-2] ** -0.5, generator=generator)
+
+
 def normal(deviation: float) -> Initializer:
     """Normal with this standard deviation."""
 

@@ -53,6 +53,12 @@ class Assembler:
         """One micro-batch of `num_slots` token slots (unset: as many as its longest prompt needs)."""
         tokens_BS, is_valid_BS = self._tokens(samples, num_slots)
         grids = [_grids(sample["image_grid_I3"]) for sample in samples]
+        if not all(grids):
+            number = int(samples[grids.index([])]["sample_index_B"])
+            raise ValueError(
+                f"sample {number} has no images: every other DiT block that reads the backbone reads image tokens alone; "
+                "give it a camera"
+            )
         rows = [self.maker.row(*row) for row in zip(tokens_BS, is_valid_BS, grids, strict=True)]
         vision = self.maker.vision([grid for of_sample in grids for grid in of_sample])
         stacked = {name: torch.from_numpy(np.stack([np.asarray(s[name]) for s in samples])) for name in STACKED_FIELDS}

@@ -25,7 +25,7 @@ class GrootN17Batch(TensorFields):
     pixels_PC: patch rows in merge-block order. float in [-1, 1]: C = channels x frames x rows x columns, as the released
         processor writes them. uint8: C = channels x rows x columns, one frame; the model scales and repeats it.
     image_token_M int64: places of the image tokens in the flattened [B * S], in the order of the merged patches.
-    token_position_3BS int64: rotary positions (temporal, row, column); 1 on padding.
+    token_position_3BS int64: rotary positions (temporal, row, column); 0 on padding.
     patch_table_4P int64, patch_weight_4P float32: rows of the position table around each patch, and their shares.
     patch_place_P2 int64: row and column of each patch in its image (vision rotary positions).
     image_offset_I int32 [images + 1]: first patch of each image (cumulative lengths; a video counts its time slices).

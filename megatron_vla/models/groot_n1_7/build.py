@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,13 +21,14 @@ from megatron_vla.parallel.parameter_shard import mark_not_decayed
 from megatron_vla.parallel.stage_plan import ModelUnits, plan_stages
 from megatron_vla.parallel.tensor_parallel import NOT_PARALLEL, TensorParallel, tensor_parallel_of
 
+DEEPSTACK = "vision_tower.deepstack_mergers"
 # Kept in fp32 in bf16 modules: everything cheap whose rounding error reaches every token or the action interface.
 FP32_PATTERNS = (
     "vision_tower.position_embedding",
     "vision_tower.layers.*.layer_norm1",
     "vision_tower.layers.*.layer_norm2",
     "vision_tower.merger.norm",
-    "vision_tower.deepstack_mergers.*.norm",
+    f"{DEEPSTACK}.*.norm",
     "text_layers.*.input_norm",
     "text_layers.*.post_attention_norm",
     "text_layers.*.attention.q_norm",
@@ -50,13 +51,13 @@ EMBODIMENT_PATTERNS = ("state_encoder", "action_encoder", "action_decoder")
 # Assumed for balancing pipeline stages when no flag names the cameras.
 DEFAULT_VIEWS = 2
 
-# First match decides.
+_EMBODIMENT_INITIALIZERS = {"released": draw.normal(0.02), "fan_in": draw.inverse_sqrt_inputs_normal}
+# First match decides; per-embodiment weights come before.
 _WEIGHT_RULES: tuple[tuple[str, draw.Initializer], ...] = (
     *((pattern, draw.ones) for pattern in NORM_PATTERNS),
     ("vision_tower", draw.normal(0.02)),
     ("token_embedding", draw.normal(0.02)),
     ("text_layers", draw.normal(0.02)),
-    *((pattern, draw.normal(0.02)) for pattern in EMBODIMENT_PATTERNS),
     ("action_position_embedding", draw.normal(0.02)),
     # torch's own default for linear layers, which the released head starts from.
     ("vl_layers", draw.inverse_sqrt_fan_in_uniform),
@@ -70,7 +71,9 @@ _WEIGHT_RULES: tuple[tuple[str, draw.Initializer], ...] = (
 
 def initialize(model: nn.Module, seed: int) -> None:
     """Draw all first values from `seed`."""
-    draw.initialize_parameters(model, draw.by_pattern(_WEIGHT_RULES), seed)
+    of_embodiments = _EMBODIMENT_INITIALIZERS[cast(GrootN17Model, model).config.embodiment_init]
+    rules = (*((pattern, of_embodiments) for pattern in EMBODIMENT_PATTERNS), *_WEIGHT_RULES)
+    draw.initialize_parameters(model, draw.by_pattern(rules), seed)
 
 
 def build_module(
@@ -98,8 +101,11 @@ def is_decayed_by_recipe(name: str) -> bool:
 
 def set_dtypes(model: GrootN17Model, dtype: torch.dtype) -> None:
     """Give trained modules `dtype` (with fp32 exceptions in bf16) and frozen backbone modules --frozen-dtype."""
-    set_parameter_dtypes(model, dtype, FP32_PATTERNS)
-    if model.config.frozen_dtype == "as_model" or dtype == torch.float64:
+    config = model.config
+    # Releases differ in these two: there may be none.
+    absent = (() if config.vl_num_layers else ("vl_layers",)) + (() if config.vision_deepstack_layers else (DEEPSTACK,))
+    set_parameter_dtypes(model, dtype, [p for p in FP32_PATTERNS if not any(covers(part, p) for part in absent)])
+    if config.frozen_dtype == "as_model" or dtype == torch.float64:
         return
     for name, parameter in model.named_parameters():
         is_backbone = any(covers(pattern, name) for pattern in BACKBONE_PATTERNS)
@@ -127,6 +133,7 @@ def build(config: RunConfig, groups: Any = None) -> GrootN17Model:
             tensor_parallel=tensor_parallel_of(config.parallel, groups),
             kind=GrootN17Stage if config.parallel.pipeline_model_parallel_size > 1 else GrootN17Model,
         )
+    model.merges_over_blocks = config.parallel.data_parallel_strategy != "fsdp2"
     set_dtypes(model, parameter_dtype(config.model))
     if isinstance(model, GrootN17Stage):
         model.keep(plan_stages(pipeline_units(config), config.parallel), groups.pipeline_model_parallel_rank)

@@ -102,8 +102,12 @@ def _recipe_findings(config: RunConfig) -> Iterator[Finding]:
     if backend not in ("auto", "sdpa", "eager"):
         what = f"{backend} describes a sample by its keys alone, but the text tower is causal"
         yield error("--attention-backend", what, "use --attention-backend auto (torch's fused attention) or eager")
+    if config.optimization.report_memory:
+        what = "measures single samples of micro-batches, which cannot be taken out of groot_n1_7's (images lie end to end)"
+        yield error("--report-memory", what, "drop it; the log's peak_memory_gib shows what a few steps with other flags need")
     yield from _captured_dropout_findings(config)
-    yield from _fsdp_findings(config)
+    if config.optimization.expert_stream:
+        yield error("--expert-stream", "this model has no expert beside its backbone: the DiT reads its last layer", "drop it")
     if family.action_horizon > family.num_action_positions:
         what = f"{family.action_horizon} steps, but {family.num_action_positions} positions (--num-action-positions)"
         yield error("--action-horizon", what, f"use --action-horizon {family.num_action_positions} or less")
@@ -136,21 +140,6 @@ def _captured_dropout_findings(config: RunConfig) -> Iterator[Finding]:
     if redrawn:
         what = f"{' '.join(redrawn)} with --runner {optimization.runner}: recomputation reads and sets the state of a generator"
         yield error("--activation-checkpoint-module-patterns", what, fix)
-
-
-def _fsdp_findings(config: RunConfig) -> Iterator[Finding]:
-    """fsdp2 gathers weights by hooks of the module that owns them, one unit per layer and per module of another dtype."""
-    family, flag = config.family, "--data-parallel-strategy"
-    if config.parallel.data_parallel_strategy != "fsdp2":
-        return
-    fix = "use megatron_ddp with --use-distributed-optimizer"
-    has_rounded_parts = family.frozen_dtype == "bf16" and not config.model.fp64 and not (family.tune_llm and family.tune_visual)
-    if config.model.bf16 or has_rounded_parts:
-        what = "fsdp2 with parameters of two dtypes: position tables and norms are read from outside their modules"
-        yield error(flag, what, f"{fix}, or --frozen-dtype as_model without --bf16")
-    if config.optimization.merge_projections:
-        what = "fsdp2 with --merge-projections: keys and values of all DiT layers are computed outside the layers"
-        yield error(flag, what, f"{fix}, or drop --merge-projections")
 
 
 def _data_findings(config: RunConfig) -> Iterator[Finding]:

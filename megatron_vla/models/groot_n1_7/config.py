@@ -115,6 +115,10 @@ class GrootN17Config(GrootDataOptions):
     head_hidden_size: int = 1024
     """Width of the DiT's output and of the hidden layers of the per-embodiment state encoder and action decoder."""
 
+    embodiment_init: Literal["released", "fan_in"] = "released"
+    """First values of the per-embodiment weights. released: deviation 0.02, whatever their inputs. fan_in: 1 / sqrt(inputs);
+    narrow models that start from nothing need it, since 0.02 hides the noisy actions behind their positions for long."""
+
     num_embodiments: int = 32
     """Slots of the per-embodiment weights."""
 
@@ -235,6 +239,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "dit_kv_channels": 48,
         "dit_ffn_hidden_size": 2304,
         "head_hidden_size": 512,
+        "embodiment_init": "fan_in",
         "num_embodiments": 4,
         "max_state_dim": 32,
         "max_action_dim": 32,

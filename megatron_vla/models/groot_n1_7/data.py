@@ -10,7 +10,14 @@ from megatron_vla.data.groot.assembly import build_augmentation, build_loader_as
 from megatron_vla.data.groot.processor_files import carry_processor_files
 from megatron_vla.data.groot.report import report_fields
 from megatron_vla.models.groot_n1_7.config import GrootN17Config
-from megatron_vla.models.groot_n1_7.samples import RAW_STATE_STREAM, build_mock_source, draws, state_is_dropped
+from megatron_vla.models.groot_n1_7.samples import (
+    RAW_STATE_STREAM,
+    REQUEST_FIELDS,
+    build_mock_source,
+    draws,
+    own_width,
+    state_is_dropped,
+)
 from megatron_vla.models.registry import SampleRules
 
 UNUSED_FLAGS = {
@@ -41,5 +48,7 @@ SAMPLES = SampleRules(
     augmentations=("groot",),
     robot_data="megatron_vla.data.groot.robot_data",
     report_fields=report_fields,
+    request_fields=REQUEST_FIELDS,
+    batch_key=own_width,
     unused_flags=UNUSED_FLAGS,
 )

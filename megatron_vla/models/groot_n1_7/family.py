@@ -8,6 +8,7 @@ from megatron_vla.models.groot_n1_7.config import VARIANTS, GrootN17Config
 from megatron_vla.models.groot_n1_7.convert import CONVERTER
 from megatron_vla.models.groot_n1_7.data import SAMPLES
 from megatron_vla.models.groot_n1_7.forward_step import BATCH_FIELDS, METRIC_NAMES, forward_step
+from megatron_vla.models.groot_n1_7.sampling import sample_actions
 from megatron_vla.models.registry import ModelFamily
 
 # Conditions reach every token of the DiT, and the rest is small; the vision tower's errors reach every token of the backbone.
@@ -30,4 +31,7 @@ FAMILY = ModelFamily(
     pipeline_units=pipeline_units,
     batch_fields=BATCH_FIELDS,
     samples=SAMPLES,
+    sample_actions=sample_actions,
+    num_inference_steps=lambda config: config.num_inference_steps,
+    inference_methods=("prefill", "cached_velocity"),
 )

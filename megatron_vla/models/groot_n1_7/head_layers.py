@@ -2,8 +2,8 @@
 
 Under sequence parallelism the streams between the layers are this rank's rows.
 
-Shape legend: B samples, S vision-language tokens, K tokens that a block reads, Z state and action tokens, H their widths, C
-condition width.
+Shape legend: B samples, S vision-language tokens, K tokens that a block reads, T action steps, Z state and action tokens, H
+their widths, C condition width.
 """
 
 from __future__ import annotations
@@ -22,6 +22,14 @@ from megatron_vla.parallel.tensor_parallel import TensorParallel, on_token_rows
 
 HEAD_NORM_EPSILON = 1e-5
 OUTPUT_NORM_EPSILON = 1e-6
+
+
+class ActionPositions(nn.Embedding):
+    """A learned vector per action step. Added here: sharding gathers a module's own weights, during its forward alone."""
+
+    def forward(self, action_BTH: Tensor) -> Tensor:
+        """Action tokens, each with its step's vector added."""
+        return action_BTH + self.weight[: action_BTH.shape[1]].to(action_BTH.dtype)
 
 
 class VisionLanguageLayer(nn.Module):

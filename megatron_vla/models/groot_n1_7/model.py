@@ -27,7 +27,13 @@ from megatron_vla.models.common.precision import dtype_of
 from megatron_vla.models.groot_n1_7.batch import GrootN17Batch
 from megatron_vla.models.groot_n1_7.config import TIME_CODE_WIDTH, GrootN17Config
 from megatron_vla.models.groot_n1_7.flops import training_flops
-from megatron_vla.models.groot_n1_7.head_layers import HEAD_NORM_EPSILON, OUTPUT_NORM_EPSILON, DitBlock, VisionLanguageLayer
+from megatron_vla.models.groot_n1_7.head_layers import (
+    HEAD_NORM_EPSILON,
+    OUTPUT_NORM_EPSILON,
+    ActionPositions,
+    DitBlock,
+    VisionLanguageLayer,
+)
 from megatron_vla.models.groot_n1_7.text import (
     TextLayer,
     add_image_features,
@@ -68,6 +74,9 @@ class GrootN17Model(nn.Module):
     What the flags do not tune has requires_grad=False; so has the text tower's final norm, which nothing computes.
     """
 
+    # Off where a block's weights exist during its forward alone (fsdp2): projections are then merged inside each block.
+    merges_over_blocks = True
+
     def __init__(
         self,
         config: GrootN17Config,
@@ -92,7 +101,7 @@ class GrootN17Model(nn.Module):
         state_width = config.max_state_dim * config.state_history_length
         self.state_encoder = EmbodimentMlp(config.num_embodiments, state_width, head, width)
         self.action_encoder = EmbodimentActionEncoder(config.num_embodiments, config.max_action_dim, width)
-        self.action_position_embedding = nn.Embedding(config.num_action_positions, width)
+        self.action_position_embedding = ActionPositions(config.num_action_positions, width)
         self.time_mlp_in = replicated_linear(TIME_CODE_WIDTH, width, bias=True)
         self.time_mlp_out = replicated_linear(width, width, bias=True)
         self.dit_layers = nn.ModuleList(
@@ -222,13 +231,20 @@ class GrootN17Model(nn.Module):
         tokens, condition_BE, owners = self.embed(batch, x_BTA, step_B)
         num_tokens = x_BTA.shape[1] + STATE_TOKENS
         # Merged projections reach over the blocks: one product for all keys and values of the text, one for the images.
-        is_merged = any(cast(DitBlock, layer).attention.merged for layer in self.dit_layers)
+        is_merged = self.merges_over_blocks and any(cast(DitBlock, layer).attention.merged for layer in self.dit_layers)
         projected = self.cached_memory(memory) if is_merged else None
         for index, layer in enumerate(self.dit_layers):
             memory_BKH, mask = memory.of_block(index, self.config.attend_text_every_n_blocks)
             read = memory_BKH if projected is None else projected[index]
             tokens = layer(tokens, condition_BE, num_tokens, owners, read, mask)
         return self.read_out(batch, tokens, condition_BE, num_tokens, owners)
+
+    def prefill(self, batch: GrootN17Batch) -> tuple[Memory, list[KeyValue | None]]:
+        """What sampling computes once: the backbone's tokens, and their keys and values in every block."""
+        features_BSH = self.backbone(batch)
+        with self.autocast(features_BSH.device):
+            memory = self.memory(batch, features_BSH)
+            return memory, self.cached_memory(memory)
 
     def cached_memory(self, memory: Memory) -> list[KeyValue | None]:
         """Keys and values of every block that reads the backbone: they do not depend on flow time."""
@@ -264,10 +280,9 @@ class GrootN17Model(nn.Module):
             x_BTA = torch.where(batch.action_dim_is_valid_BA[:, None], x_BTA, 0.0)
         state_B1E = self.state_encoder(batch.state_BHD.flatten(1).unsqueeze(1), groups)
         state_B1E = state_B1E.masked_fill(batch.state_is_dropped_B[:, None, None], 0.0)
-        width, horizon = self.config.dit_hidden_size, x_BTA.shape[1]
+        width = self.config.dit_hidden_size
         code_BE = integer_time_code(step_B, width, width // 2, self.interface_dtype, cosines_first=False)
-        action_BTE = self.action_encoder(x_BTA, code_BE, groups)
-        action_BTE = action_BTE + self.action_position_embedding.weight[:horizon].to(action_BTE.dtype)
+        action_BTE = self.action_position_embedding(self.action_encoder(x_BTA, code_BE, groups))
         tokens_BZE = torch.cat((state_B1E.to(action_BTE.dtype), action_BTE), dim=1).to(self.stream_dtype)
         owners = row_owners(tokens_BZE.shape[0], tokens_BZE.shape[1], tokens_BZE.device, self.tensor_parallel)
         return split_rows(tokens_BZE, self.tensor_parallel), self.condition(step_B), owners

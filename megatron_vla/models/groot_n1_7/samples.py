@@ -46,6 +46,23 @@ def draws(config: GrootN17Config, seed: int, epoch: int, sample_index: int) -> d
     }
 
 
+# In place of draws when actions are sampled: pure noise, and the state is always seen.
+REQUEST_FIELDS = {"time_B": np.float32(0.0), "state_is_dropped_B": np.bool_(False)}
+
+
+def own_width(config: RunConfig, arrays: Mapping[str, Any]) -> int:
+    """Token slots that a sample has in a batch of its own; 0 where padding is masked everywhere and its width means nothing.
+
+    Unmasked padding is read by the vision-language layers (the released behaviour), so that what a sample is padded to must
+    depend on nothing but the sample.
+    """
+    data, family = config.data, config.family
+    if family.mask_vl_self_attention or family.vl_num_layers == 0:
+        return 0
+    longest = int(np.asarray(arrays["token_is_valid_BS"]).sum())
+    return prompt_slots(longest, data.prompt_padding, data.prompt_bucket_size, family.max_prompt_length)
+
+
 @dataclass(frozen=True)
 class PaddedAssembler:
     """An Assembler that pads prompts as --prompt-padding says."""

@@ -64,15 +64,13 @@ def sample_actions(
     """
     if num_steps < 1:
         raise ValueError(f"--num-inference-steps {num_steps}: at least 1 step is needed")
-    features_BSH = model.backbone(batch)
     x_BTA = noise_BTA.to(model.interface_dtype)
     shares_1T1 = None
     if previous is not None:
         x_BTA = previous.start(x_BTA)
         shares_1T1 = previous.velocity_shares(x_BTA.shape[1], x_BTA)
-    with model.autocast(features_BSH.device):
-        memory = model.memory(batch, features_BSH)
-        cached = model.cached_memory(memory)
+    memory, cached = model.prefill(batch)
+    with model.autocast(x_BTA.device):
         for k in range(num_steps):
             step = int(k / num_steps * model.config.num_timestep_buckets)
             step_B = torch.full((x_BTA.shape[0],), step, dtype=torch.int64, device=x_BTA.device)

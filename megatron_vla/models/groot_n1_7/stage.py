@@ -64,14 +64,15 @@ def modules_of_layers(config: GrootN17Config, chunk: Chunk) -> Iterator[str]:
             yield f"vl_layers.{number - row.text}"
         else:
             yield f"dit_layers.{number - row.vl}"
-    at_start = {
-        row.vision: ("token_embedding",),
-        row.text: ("vl_norm",),
-        row.vl: ("state_encoder", "action_encoder", "action_position_embedding", "time_mlp_in", "time_mlp_out"),
-    }
-    at_end = {row.vision - 1: ("vision_tower.merger",), row.text - 1: ("text_norm",)}
-    for places in (at_start, at_end):
-        yield from (name for number, names in places.items() if number in held for name in names)
+    # By the layer before or after which they run; pairs, because without vision-language layers two of the numbers are one.
+    others = (
+        (row.vision, ("token_embedding",)),
+        (row.text, ("vl_norm",)),
+        (row.vl, ("state_encoder", "action_encoder", "action_position_embedding", "time_mlp_in", "time_mlp_out")),
+        (row.vision - 1, ("vision_tower.merger",)),
+        (row.text - 1, ("text_norm",)),
+    )
+    yield from (name for number, names in others if number in held for name in names)
     if chunk.is_last:
         yield from ("output_norm", "output_proj", "action_decoder")
 

@@ -10,6 +10,7 @@ tokens, U patches merged into a token, O text hidden.
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,19 @@ class PatchEmbedding(nn.Module):
         return F.linear(pixels_PC.to(weight_HC.dtype), weight_HC, self.bias)
 
 
+class PatchPositions(nn.Embedding):
+    """A square table of positions, interpolated to each image's grid. Read in here: sharding gathers a module's own weights."""
+
+    def forward(self, patch_table_4P: Tensor, patch_weight_4P: Tensor) -> Tensor:  # type: ignore[override]
+        """Rows of the table around each patch, and their shares -> [P, H]."""
+        position_PH: Tensor | float = 0.0
+        # One look-up per corner: four gathered [P, H] at once would be the tower's largest tensor.
+        for rows_P, shares_P in zip(patch_table_4P, patch_weight_4P, strict=True):
+            shares_P1 = shares_P.to(self.weight.dtype).unsqueeze(-1)
+            position_PH = position_PH + F.embedding(rows_P, self.weight) * shares_P1
+        return cast(Tensor, position_PH)
+
+
 class PatchMerger(nn.Module):
     """Neighbouring patches -> one text-width token: norm, then MLP. `norm_merged`: the norm sees the joined patches."""
 
@@ -81,7 +95,7 @@ class VisionTower(nn.Module):
             norm_epsilon=config.norm_epsilon,
         )
         self.patch_embedding = PatchEmbedding(config)
-        self.position_embedding = nn.Embedding(config.vision_num_position_embeddings, config.vision_hidden_size)
+        self.position_embedding = PatchPositions(config.vision_num_position_embeddings, config.vision_hidden_size)
         self.layers = nn.ModuleList(VisionLayer(sizes, backend, tensor_parallel) for _ in range(config.vision_num_layers))
         self.merger = PatchMerger(config, whole_rows, norm_merged=False)
         self.deepstack_mergers = nn.ModuleList(
@@ -101,12 +115,7 @@ class VisionTower(nn.Module):
     def embed(self, batch: GrootN17Batch) -> Tensor:
         """Patches with their positions: the first layer's input, a residual stream."""
         patches_PH = self.patch_embedding(batch.pixels_PC)
-        table = self.position_embedding.weight
-        # One look-up per corner: four gathered [P, H] at once would be the tower's largest tensor.
-        position_PH = sum(
-            F.embedding(rows_P, table) * shares_P.to(table.dtype).unsqueeze(-1)
-            for rows_P, shares_P in zip(batch.patch_table_4P, batch.patch_weight_4P, strict=True)
-        )
+        position_PH = self.position_embedding(batch.patch_table_4P, batch.patch_weight_4P)
         hidden_PH = (patches_PH + position_PH).to(self.stream_dtype)
         return split_rows(self._by_image(hidden_PH, batch), self.tensor_parallel)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_vla.data.augmentation import build_augmentation
-from megatron_vla.data.draws import flow_draw_fields
+from megatron_vla.data.draws import FLOW_REQUEST_FIELDS, flow_draw_fields
 from megatron_vla.data.mock import build_mock_source
 from megatron_vla.data.report import stacked_fields
 from megatron_vla.models.pi05.build import build, pipeline_units, skeleton
@@ -52,6 +52,7 @@ FAMILY = ModelFamily(
         augmentations=("openpi_torch", "openpi_jax"),
         robot_data="megatron_vla.data.robot_data",
         report_fields=stacked_fields,
+        request_fields=FLOW_REQUEST_FIELDS,
         unused_flags=dict.fromkeys(GROOT_FLAGS, "it belongs to groot_n1_7"),
     ),
     image_tokens=lambda config: vision_sizes(config).num_patches,

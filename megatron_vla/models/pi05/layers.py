@@ -42,6 +42,11 @@ class AttentionPlan:
     actions_first: bool
     suffix_owners: RowOwners | None
 
+    def read_by_suffix(self) -> list[Tensor]:
+        """Every tensor here that the action stream reads."""
+        tensors = [*self.suffix_rotary, self.suffix_mask]
+        return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+
     def attend_prefix(self, query_BNPD: Tensor, prefix: KeyValue, backend: AttentionBackend) -> Tensor:
         """Prefix tokens read prefix tokens: [B, P, N * D]."""
         return attend(query_BNPD, *prefix, self.prefix_mask, backend)
@@ -145,6 +150,7 @@ class JointLayer(nn.Module):
         self, config: Pi05Config, *, prefix_keys_only: bool, backend: AttentionBackend, tensor_parallel: TensorParallel
     ) -> None:
         super().__init__()
+        self.compiled_methods: tuple[str, ...] = ("forward",)
         self.prefix = PrefixLayer(config, keys_only=prefix_keys_only, backend=backend, tensor_parallel=tensor_parallel)
         self.suffix = SuffixLayer(config, backend=backend, tensor_parallel=tensor_parallel)
 

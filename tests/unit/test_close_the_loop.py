@@ -1,0 +1,121 @@
+"""Closing the loop: every family's recipe passes the checks, stages reuse what is there, switches are compared rightly."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_vla.config.check import check
+from megatron_vla.config.run import RunConfig, parse_args
+from megatron_vla.evaluation.environments import rendering
+from megatron_vla.evaluation.results import TRIALS_FILE
+from megatron_vla.evaluation.statistics import Share
+from megatron_vla.models.registry import MODEL_FAMILIES, model_family
+from tools.close_the_loop import RECIPES, LoopConfig, Training, comparison, evaluation_command, saved_steps, training_command
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def parsed(config: LoopConfig, training: Training) -> RunConfig:
+    """The training's configuration, with mock data in place of a dataset that is recorded later."""
+    words = [str(word) for word in training_command(config, Path("out"), training)[1:]]
+    for flag in ("--data-path", "--data-access", "--camera-map", "--dataset-action-representation", "--tokenizer-model"):
+        place = words.index(flag)
+        stop = next(i for i in range(place + 1, len(words)) if words[i].startswith("--"))
+        del words[place:stop]
+    return parse_args([*words, "--mock-data"])
+
+
+@pytest.mark.parametrize("switches", ["all_switches", "no_switches"])
+@pytest.mark.parametrize("name", MODEL_FAMILIES)
+def test_recipes_pass_the_checks(name: str, switches: str) -> None:
+    config = LoopConfig(model_name=name)
+    flags = getattr(RECIPES[name], switches)
+    run = parsed(config, Training(Path("out/run"), flags, 2000))
+    errors = [finding for finding in check(run, model_family(name), 1) if finding.severity == "error"]
+    assert not errors, errors
+    assert run.model.bf16 and run.training.train_iters == 2000 and run.optimizer.lr_decay_style == "constant"
+    is_fast = switches == "all_switches"
+    assert run.optimization.runner == ("full_iteration_graph" if is_fast else "eager")
+    assert run.optimization.compile == is_fast == run.optimizer.fused_adam
+    assert run.family.action_horizon == 16
+
+
+def test_small_groot_is_about_100_million_parameters_and_trains_them_all() -> None:
+    run = parsed(LoopConfig(model_name="groot_n1_7"), Training(Path("out/run"), (), None))
+    model = model_family("groot_n1_7").skeleton(run)
+    counts = {p.requires_grad: 0 for p in model.parameters()}
+    for parameter in model.parameters():
+        counts[parameter.requires_grad] += parameter.numel()
+    assert 95e6 < counts[True] < 120e6
+    # The text tower's last norm, which nothing computes.
+    assert counts[False] == run.family.hidden_size
+
+
+def test_stages_are_reused_by_name(tmp_path: Path) -> None:
+    config = LoopConfig(tasks=("reach",), train_iters=7)
+    words = training_command(config, tmp_path, Training(tmp_path / "a", (), 7))
+    assert "--min-lr" in words and words[words.index("--save-interval") + 1] == "500"
+    assert "--save-interval" not in training_command(LoopConfig(), tmp_path, Training(tmp_path / "a", (), None))
+    assert saved_steps(tmp_path / "a") is None
+    baseline = Training(tmp_path / "a", (), 7)
+    evaluated = evaluation_command(config, Training(tmp_path / "b", (), 7), baseline)
+    assert evaluated[evaluated.index("--baseline") + 1] == tmp_path / "a_evaluation"
+
+
+def write_results(training: Training, outcomes: list[bool]) -> None:
+    """What an evaluation leaves of these trials."""
+    training.results.mkdir()
+    share = Share(sum(outcomes), len(outcomes))
+    report = {"success": share.value, "interval_95": list(share.interval), "trials": share.trials}
+    (training.results / "report.json").write_text(json.dumps(report))
+    trial = {"task": "reach", "seed": 1, "initial_state": None, "num_steps": 5, "seconds": 1.0}
+    lines = [json.dumps({**trial, "index": i, "succeeded": outcome}) for i, outcome in enumerate(outcomes)]
+    (training.results / TRIALS_FILE).write_text("\n".join(lines) + "\n")
+
+
+def test_success_without_switches_is_compared_with_the_interval(tmp_path: Path) -> None:
+    on, off = Training(tmp_path / "run", (), None), Training(tmp_path / "run_plain", (), 20)
+    write_results(on, [True] * 12 + [False] * 8)
+    write_results(off, [True] * 10 + [False] * 6 + [True] * 4)
+    result, lines = comparison(on, off)
+    assert result["off_is_within_interval"] and (result["trials_gained_by_off"], result["trials_lost_by_off"]) == (4, 2)
+    assert "success 60.0%" in lines[0] and "success 70.0%, within that interval" in lines[1]
+    worse = Training(tmp_path / "worse_plain", (), 20)
+    write_results(worse, [True] * 2 + [False] * 18)
+    result, lines = comparison(on, worse)
+    assert not result["off_is_within_interval"] and result["p_off_is_worse"] < 0.01 and "OUTSIDE" in lines[1]
+
+
+@pytest.mark.simulator
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODEL_FAMILIES)
+def test_the_loop_closes(name: str, tmp_path: Path) -> None:
+    """Record, train, evaluate, replay, and once more without switches."""
+    try:
+        rendering.choose_backend()
+    except ValueError as failure:
+        pytest.skip(str(failure))
+    size = {"pi05": "56", "groot_n1_7": "64"}[name]
+    command = [sys.executable, "tools/close_the_loop.py", "--output", str(tmp_path / "loop"), "--model-name", name]
+    command += ["--model-variant", "tiny", "--image-size", size, "--tasks", "drawer-close", "--episodes-per-task", "2"]
+    command += ["--micro-batch-size", "4", "--train-iters", "20", "--trials-per-task", "2", "--max-steps", "10"]
+    command += ["--num-processes", "2", "--train-flags=--no-bf16", "--compare-switches", "--results", str(tmp_path / "kept")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert "bit for bit equal" in result.stdout and "that interval, after 20 steps as well" in result.stdout
+    compared = json.loads((tmp_path / "kept/run_plain/comparison.json").read_text())
+    assert compared["steps"] == 20 and (tmp_path / "kept/run/report.md").is_file()
+
+
+def test_every_recipe_has_a_family() -> None:
+    assert set(RECIPES) == set(MODEL_FAMILIES)
+    with pytest.raises(ValueError, match="known are pi05, groot_n1_7"):
+        training_command(dataclasses.replace(LoopConfig(), model_name="x"), Path("out"), Training(Path("out/run"), (), None))
