@@ -319,6 +319,11 @@ def load_micro_batches(
                 if "DataLoader worker" in str(problem):
                     raise watch.died(None, str(problem).strip().split("\n")[0]) from problem
                 raise
+            except (EOFError, OSError) as problem:
+                # Samples' own errors are SampleErrors: this is the pipe of a worker that ended while it handed over a batch.
+                if not num_workers:
+                    raise
+                raise watch.died(None, f"a data worker ended ({type(problem).__name__}: {problem})") from problem
             if loaded is None:
                 return
             yield loaded

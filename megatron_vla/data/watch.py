@@ -22,6 +22,8 @@ Stage = Literal["idle", "read", "decode", "transform"]
 STAGES: tuple[Stage, ...] = ("idle", "read", "decode", "transform")
 TRAINING_PROCESS = 0  # its place on the board; worker w has place w + 1
 POLL_SECONDS = 0.5
+# Workers' stalls are found by whoever waits for them; what is found is handed over, and the others are ended, in this time.
+HANDOVER_SECONDS = 15.0
 
 
 class DataStallError(RuntimeError):
@@ -158,19 +160,22 @@ class DataWatch:
         return f"{who}: idle" if stage == "idle" else f"{who}: {stage} of {self.where(sample)} for {seconds:.0f} s"
 
     @contextmanager
-    def ends_stalled_loading(self, on_stall: Callable[[str], Any]) -> Iterator[Callable[[bool], None]]:
+    def ends_stalled_loading(
+        self, on_stall: Callable[[str], Any], grace_seconds: float = 0.0
+    ) -> Iterator[Callable[[bool], None]]:
         """For loading in the training process, which cannot time itself out of a blocked read.
 
         Yields a function to be called with True before each load and False after it. When a load takes longer than
-        --data-stall-timeout-seconds, a thread calls `on_stall(message)`, which must not return to training.
+        --data-stall-timeout-seconds and `grace_seconds`, a thread calls `on_stall(message)`, which must not return to training.
         """
+        limit = self.stall_seconds + grace_seconds
         started_at: list[float] = [0.0]
         done = threading.Event()
 
         def watch() -> None:
             while not done.wait(min(POLL_SECONDS, self.stall_seconds / 4)):
                 started = started_at[0]
-                if started and time.monotonic() - started > self.stall_seconds:
+                if started and time.monotonic() - started > limit:
                     on_stall(str(self.stalled(time.monotonic() - started)))
                     return
 
