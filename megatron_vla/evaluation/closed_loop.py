@@ -95,7 +95,7 @@ def evaluate(
     }
     folder = ResultFolder(output, description)
     gl = None
-    if backend.uses_mujoco and find_spec("mujoco") is not None:
+    if backend.uses_mujoco(settings) and find_spec("mujoco") is not None:
         gl = choose_backend()
         say(f"rendering with MUJOCO_GL={gl}, fast rendering {'on' if settings.fast_rendering else 'off'}")
     run = _Run(config, backend, settings, tasks, folder, gl, replan, say)
