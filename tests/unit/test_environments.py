@@ -92,6 +92,16 @@ def test_gymnasium_says_what_is_missing_or_wrong(monkeypatch: pytest.MonkeyPatch
         gymnasium_suite.tasks(EnvironmentSettings(suite="Line-v0"))
     with pytest.raises(ValueError, match="--eval-options colour: this simulator reads images, state"):
         gymnasium_suite.tasks(EnvironmentSettings(suite="Line-v0", options={**BOX, "colour": 1}))
+    for key, value in (
+        ("images", "pixels"),
+        ("state", 3),
+        ("fps", "fast"),
+        ("fps", 0),
+        ("kwargs", 1),
+        ("success", "reward>=x"),
+    ):
+        with pytest.raises(ValueError, match=f"--eval-options {key}="):
+            gymnasium_suite.tasks(EnvironmentSettings(suite="Line-v0", options={**BOX, key: value}))
     with pytest.raises(ValueError, match="success='maybe'"):
         gymnasium_suite.BACKEND.build(EnvironmentSettings(suite="Line-v0", options={**BOX, "success": "maybe"}))  # type: ignore[misc]
     wrong = gymnasium_suite.BACKEND.build(EnvironmentSettings(suite="Line-v0", options={**BOX, "state": "velocity/y"}))  # type: ignore[misc]
