@@ -130,7 +130,7 @@ __device__ __forceinline__ void transpose4(const uint32_t (&rows)[4], uint32_t (
 template <typename Source, __nv_fp8_interpretation_t kFormat>
 __global__ void __launch_bounds__(kThreads) quantize_kernel(Source source, Output output, float* slot) {
     constexpr int kParts = Source::kParts;
-    __shared__ uint32_t tile[kParts][kTile * kWords];
+    __shared__ __align__(8) uint32_t tile[kParts][kTile * kWords];  // read in pairs of words
     __shared__ uint32_t warp_largest[kThreads / 32];
     const float scale = slot[0];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
