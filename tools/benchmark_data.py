@@ -7,6 +7,10 @@ second and core, whatever else the machine does. `lerobot_pattern` is LeRobot's 
 shuffled index; per sample one row, the rows of its action chunk, and one frame per camera by timestamp out of a cached decoder;
 float pictures), not its package. It delivers raw pictures and columns; the other two deliver finished training samples of the
 same picture size (normalized, tokenized, with noise).
+
+torchcodec needs FFmpeg's shared libraries (libavcodec.so.62 and so on). Where the system has none, this tool lends it those
+of PyAV's wheel: a folder of links with the plain names, and that folder and site-packages/av.libs in LD_LIBRARY_PATH. The
+torchcodec must know PyAV's FFmpeg then (torchcodec 0.13 and av 18: FFmpeg 8); else it is reported as not run, with the reason.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--episodes", type=int, default=50)
     parser.add_argument("--frames", type=int, default=300)
     parser.add_argument("--samples", type=int, default=2000, help="samples per variant by random access; decode_once: all")
+    parser.add_argument("--repeats", type=int, default=1, help="rounds over all variants; of each the median is kept")
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--dataset", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -246,17 +251,48 @@ def main() -> None:
                 _write(arguments, results)
 
 
+def _library_path(folder: Path) -> str:
+    """LD_LIBRARY_PATH with which torchcodec finds FFmpeg: as it is, then PyAV's own libraries by their plain names."""
+    import av
+
+    bundled = Path(av.__file__).resolve().parents[1] / "av.libs"
+    folder.mkdir(parents=True, exist_ok=True)
+    for library in sorted(bundled.glob("lib*.so.*")):
+        # libavcodec-5e6b81c2.so.62.28.102 -> libavcodec.so.62
+        stem, _, number = library.name.partition(".so.")
+        link = folder / f"{stem.rsplit('-', 1)[0]}.so.{number.split('.')[0]}"
+        if link.name.startswith(("libav", "libsw")) and not link.is_symlink():
+            link.symlink_to(library)
+    return ":".join(filter(None, [os.environ.get("LD_LIBRARY_PATH"), str(folder), str(bundled)]))
+
+
+def _run(variant: str, root: Path, samples: int) -> dict[str, Any]:
+    """One variant in a process of its own."""
+    command = [sys.executable, __file__, "--variant", variant, "--dataset", str(root), "--samples", str(samples)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if variant.endswith("torchcodec"):
+        environment["LD_LIBRARY_PATH"] = _library_path(root.parents[1] / "ffmpeg")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode == 0:
+        figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        return figures
+    reason = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "")
+    return {"name": variant, "not_run": reason[:200]}
+
+
+def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run with the median speed, and the speeds of all."""
+    key = "samples_per_cpu_second"
+    if len(runs) == 1 or any(key not in run for run in runs):
+        return runs[0]
+    ordered = sorted(runs, key=lambda run: run[key])
+    return {**ordered[(len(ordered) - 1) // 2], "samples_per_cpu_second_of_all_rounds": [run[key] for run in runs]}
+
+
 def _measured(root: Path, codec: str, gop: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    rungs = []
-    for variant in VARIANTS:
-        command = [sys.executable, __file__, "--variant", variant, "--dataset", str(root), "--samples", str(arguments.samples)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-        if done.returncode == 0:
-            rungs.append(json.loads(done.stdout.strip().splitlines()[-1]))
-        else:
-            reason = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "")
-            rungs.append({"name": variant, "not_run": reason[:200]})
+    # Round by round, so that a busy neighbour meets every variant.
+    rounds = [[_run(variant, root, arguments.samples) for variant in VARIANTS] for _ in range(arguments.repeats)]
+    rungs = [_median(list(runs)) for runs in zip(*rounds, strict=True)]
     speeds = {rung["name"]: rung["samples_per_cpu_second"] for rung in rungs if "samples_per_cpu_second" in rung}
     base = [speed for name, speed in speeds.items() if name.startswith("lerobot")]
     ratio = round(speeds["decode_once"] / max(base), 2) if base and "decode_once" in speeds else None

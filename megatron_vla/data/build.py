@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_vla.config.datasets import DatasetPart, dataset_parts
 from megatron_vla.config.run import RunConfig
-from megatron_vla.data.loader import RobotSource
 from megatron_vla.data.locator import LocatorIndex, build_shards
 from megatron_vla.data.mixture import MixtureOrder, MixtureSource, dataset_order, dataset_seed
 from megatron_vla.data.mixture_shards import MixtureShardOrder
 from megatron_vla.data.pack_setup import pack_limits, preview
+from megatron_vla.data.robot_source import RobotSource
 from megatron_vla.data.sampler import SampleOrder
 from megatron_vla.data.shard_order import ShardOrder
 from megatron_vla.data.supply import DataSupply

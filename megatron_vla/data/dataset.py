@@ -7,7 +7,7 @@ action horizon, D dimensions.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,29 @@ class RawSample:
     actions_TD: np.ndarray
     action_is_in_episode_T: np.ndarray
     instruction: str
+
+
+@dataclass(frozen=True)
+class RawBlock:
+    """Samples of one episode as the dataset has them: fields as RawSample's, with a dimension n of samples in front.
+
+    index_n: sample numbers, int64. images: camera -> uint8 RGB [n, H, W, C].
+    """
+
+    index_n: np.ndarray
+    images: dict[str, np.ndarray]
+    state_nD: np.ndarray
+    actions_nTD: np.ndarray
+    action_is_in_episode_nT: np.ndarray
+    instructions: tuple[str, ...]
+
+    def one(self, place: int) -> RawBlock:
+        """The block of the sample at `place` alone."""
+        here = slice(place, place + 1)
+        images = {camera: frames_nHWC[here] for camera, frames_nHWC in self.images.items()}
+        actions_nTD, is_in_episode_nT = self.actions_nTD[here], self.action_is_in_episode_nT[here]
+        instructions = self.instructions[here]
+        return RawBlock(self.index_n[here], images, self.state_nD[here], actions_nTD, is_in_episode_nT, instructions)
 
 
 class RobotDataset:
@@ -141,6 +164,11 @@ class RobotDataset:
         return self._arrays["row"].numpy()
 
     @property
+    def _text_of_N(self) -> np.ndarray:
+        """Place of each sample's instruction in the list of texts, -1 for none: int [N]."""
+        return self._arrays["text"].numpy()
+
+    @property
     def _first_E(self) -> np.ndarray:
         """Sample at which each episode starts, and N: int64 [E + 1]."""
         return self._arrays["first_row"].numpy()
@@ -171,6 +199,24 @@ class RobotDataset:
         decoded = {camera: self.frames.frames(camera, row, unique.tolist()) for camera in self.cameras}
         for places in place_of.reshape(wanted.shape).tolist():
             yield {camera: np.stack([decoded[camera][place] for place in places]) for camera in self.cameras}
+
+    def block(self, row: int, index_n: np.ndarray, room: Mapping[str, np.ndarray]) -> RawBlock:
+        """Samples `index_n` (ascending) of the episode in table row `row`, each frame decoded once.
+
+        room: camera -> uint8 [n, C, H, W], memory for its pictures where they have that size. Raises as `pictures`.
+        """
+        assert self.frame_deltas == (0,) and self.state_deltas == (0,), "one frame per camera and one state per sample"
+        frames = self.frame_of_N[index_n].tolist()
+        last_n = np.full(len(index_n), int(self._first_E[row + 1]) - 1)
+        actions_nTD, is_in_episode_nT = self.steps.chunks(self.actions_ND, index_n, last_n)
+        return RawBlock(
+            index_n=index_n,
+            images={camera: self.frames.frames(camera, row, frames, room.get(camera)) for camera in self.cameras},
+            state_nD=self.state_ND[index_n],
+            actions_nTD=actions_nTD,
+            action_is_in_episode_nT=is_in_episode_nT,
+            instructions=tuple(self._texts[code] if code >= 0 else "" for code in self._text_of_N[index_n].tolist()),
+        )
 
     @property
     def length_of_N(self) -> np.ndarray:
@@ -209,12 +255,12 @@ class RobotDataset:
 
     def instruction(self, index: int) -> str:
         """Task text of sample `index`; empty if it has none."""
-        code = int(self._arrays["text"][index])
+        code = int(self._text_of_N[index])
         return self._texts[code] if code >= 0 else ""
 
     def instructions(self) -> tuple[str, ...]:
         """Task texts that the samples have, each once; "" stands for none."""
-        return tuple(sorted({self._texts[code] if code >= 0 else "" for code in np.unique(self._arrays["text"]).tolist()}))
+        return tuple(sorted({self._texts[code] if code >= 0 else "" for code in np.unique(self._text_of_N).tolist()}))
 
     def idle_N(self) -> np.ndarray:
         """bool [N]: no state dimension moves to the next frame by more than 0.1 % of its range."""

@@ -9,6 +9,7 @@ Shape legend: T action horizon, A padded action dimensions, V views, P augmentat
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,35 @@ MAX_ROTATION_DEGREES = 5.0
 
 def sample_generator(seed: int, stream: int, epoch: int, sample_index: int) -> np.random.Generator:
     """Generator that belongs to one (seed, stream, epoch, sample)."""
-    return np.random.Generator(np.random.Philox(key=[seed & UINT64, stream], counter=[0, 0, epoch, sample_index]))
+    return np.random.Generator(np.random.Philox(**_place(seed, stream, epoch, sample_index)))
+
+
+def _place(seed: int, stream: int, epoch: int, sample_index: int) -> dict[str, Any]:
+    """Philox's key and counter."""
+    # As uint64: numpy takes lists of large numbers for floats.
+    words = {"key": [seed & UINT64, stream], "counter": [0, 0, epoch, sample_index]}
+    return {name: np.array(values, dtype=np.uint64) for name, values in words.items()}
+
+
+class _Restarted(threading.local):
+    """A generator per thread that is set to where a new one would start: making one reads entropy nobody needs."""
+
+    def __init__(self) -> None:
+        self._bits: Any = np.random.Philox(0)
+        self._generator = np.random.Generator(self._bits)
+        # Setting the state copies these two, so they are written over each time.
+        self._words = _place(0, 0, 0, 0)
+        self._state = {**self._bits.state, "state": self._words}
+
+    def generator(self, seed: int, stream: int, epoch: int, sample_index: int) -> np.random.Generator:
+        """As `sample_generator`, good until the next call in this thread."""
+        key, counter = self._words["key"], self._words["counter"]
+        key[0], key[1], counter[2], counter[3] = seed & UINT64, stream, epoch, sample_index
+        self._bits.state = self._state
+        return self._generator
+
+
+_restarted = _Restarted()
 
 
 def flow_draws(seed: int, epoch: int, sample_index: int, horizon: int, dim: int) -> tuple[np.ndarray, np.float32]:
@@ -41,9 +70,10 @@ def flow_draws(seed: int, epoch: int, sample_index: int, horizon: int, dim: int)
     Time: tau ~ Beta(1.5, 1) by its inverse CDF u^(2/3), then t = 0.999 tau + 0.001 (Pi0, arXiv:2410.24164; openpi).
     """
     # Drawn in padded dimensions too: released weights were trained with noise there.
-    noise_TA = sample_generator(seed, NOISE_STREAM, epoch, sample_index).standard_normal((horizon, dim), dtype=np.float32)
+    generator = _restarted.generator
+    noise_TA = generator(seed, NOISE_STREAM, epoch, sample_index).standard_normal((horizon, dim), dtype=np.float32)
     # A stream of its own, so that another horizon does not change the times.
-    uniform = sample_generator(seed, TIME_STREAM, epoch, sample_index).random()
+    uniform = generator(seed, TIME_STREAM, epoch, sample_index).random()
     return noise_TA, np.float32(0.999 * uniform ** (2.0 / 3.0) + 0.001)
 
 

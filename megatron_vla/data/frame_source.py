@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from megatron_vla.data.episode_table import EpisodeTable
 from megatron_vla.data.rlds_example import feature_values, parse_example
 from megatron_vla.data.tfrecord import RecordPlace, open_record_file
-from megatron_vla.data.video_backends import Decoder, FrameMismatch, open_decoder
+from megatron_vla.data.video_backends import Decoder, FrameMismatch, in_room, open_decoder
 
 
 class HandlePool:
@@ -142,10 +142,11 @@ class FrameSource:
         self._seconds, self._cell_seconds, self._num_frames = 0.0, 0.0, 0
         return costs
 
-    def frames(self, camera: str, episode: int, frame_indices: Sequence[int]) -> np.ndarray:
+    def frames(self, camera: str, episode: int, frame_indices: Sequence[int], out_nCHW: np.ndarray | None = None) -> np.ndarray:
         """uint8 RGB [n, H, W, 3] of frames `frame_indices` (from the episode's start) of table row `episode`.
 
-        Raises ValueError naming file, episode, camera, frame and both times: never another frame than the one asked for.
+        `out_nCHW`: see `Decoder.frames_at`. Raises ValueError naming file, episode, camera, frame and both times: never another
+        frame than the one asked for.
         """
         length = int(self.table.length_E[episode])
         outside = next((k for k in frame_indices if not 0 <= k < length), None)
@@ -154,18 +155,20 @@ class FrameSource:
             raise ValueError(f"{self.table.root}, episode {number}, camera {camera!r}: frame {outside} of {length} asked for")
         started = time.perf_counter()
         read = self._video_frames if camera in self.table.videos else self._image_frames
-        frames_nHWC = read(camera, episode, frame_indices, number)
+        frames_nHWC = read(camera, episode, frame_indices, number, out_nCHW)
         self._seconds += time.perf_counter() - started
         self._num_frames += len(frame_indices)
         return frames_nHWC
 
-    def _video_frames(self, camera: str, episode: int, frame_indices: Sequence[int], number: int) -> np.ndarray:
+    def _video_frames(
+        self, camera: str, episode: int, frame_indices: Sequence[int], number: int, out_nCHW: np.ndarray | None
+    ) -> np.ndarray:
         video = self.table.videos[camera]
         path = video.files.path_of(episode)
         first = int(video.first_frame_E[episode])
         try:
             decoder: Decoder = self._decoders.get(path, lambda: open_decoder(self.backend, path, self.table.fps))
-            return decoder.frames_at([first + int(k) for k in frame_indices])
+            return decoder.frames_at([first + int(k) for k in frame_indices], out_nCHW)
         except FrameMismatch as mismatch:
             self._decoders.discard(path)
             raise ValueError(
@@ -186,7 +189,9 @@ class FrameSource:
         groups: RowGroupReader = self._image_files.get(path, lambda: RowGroupReader(path))
         return groups.cells(camera, [first + int(k) for k in frame_indices])
 
-    def _image_frames(self, camera: str, episode: int, frame_indices: Sequence[int], number: int) -> np.ndarray:
+    def _image_frames(
+        self, camera: str, episode: int, frame_indices: Sequence[int], number: int, out_nCHW: np.ndarray | None
+    ) -> np.ndarray:
         path = self.table.data.path_of(episode)
         started, opened = time.perf_counter(), self._image_files.open_seconds
         cells = self._image_cells(path, camera, episode, frame_indices)
@@ -197,7 +202,7 @@ class FrameSource:
                 frames.append(decode_image(cell, Path(self.table.root)))
             except (ValueError, OSError) as problem:
                 raise ValueError(f"{path}, episode {number}, camera {camera!r}, frame {k}: {problem}") from problem
-        return np.stack(frames)
+        return in_room(np.stack(frames), out_nCHW)
 
 
 def decode_image(cell: Any, root: Path) -> np.ndarray:

@@ -9,7 +9,6 @@ Shape legend: H height, W width, S side of the square model image, C 3 channels,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -92,14 +91,21 @@ def empty_image(size: int, resize: ImageResize) -> np.ndarray:
     return np.full((3, size, size), -1.0, dtype=np.float32)
 
 
-def stack_views(views: Sequence[np.ndarray | None], size: int, resize: ImageResize) -> np.ndarray:
-    """[V, 3, S, S], contiguous, of views as `model_image` gives them; None: a view without camera."""
-    empty = empty_image(size, resize)
-    stacked_VCSS = np.empty((len(views), *empty.shape), dtype=empty.dtype)
-    for place, view in enumerate(views):
+def write_view(out_nCSS: np.ndarray, frames_nHWC: np.ndarray | None, size: int, resize: ImageResize, name: str) -> None:
+    """Pictures of one view of n samples, as `model_image` gives them, into [n, 3, S, S]; None: a view without camera."""
+    if frames_nHWC is None:
+        out_nCSS[...] = empty_image(size, resize)
+        return
+    # Pictures that need no change were decoded to their place.
+    if _start_of(frames_nHWC) == _start_of(out_nCSS):
+        return
+    for out_CSS, frame_HWC in zip(out_nCSS, frames_nHWC, strict=True):
         # Channels are put first here and nowhere before: one copy.
-        stacked_VCSS[place] = empty if view is None else view
-    return stacked_VCSS
+        out_CSS[...] = model_image(frame_HWC, size, resize, name)
+
+
+def _start_of(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def pixels_to_model_range(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

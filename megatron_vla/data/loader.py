@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -16,15 +16,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from megatron_vla.data.batch import Batch, TensorFields, collate_tensors
-from megatron_vla.data.locator import LocatorIndex
 from megatron_vla.data.pack_sampler import PackSampler
 from megatron_vla.data.packed_batch import PackedBatch, pack_samples
 from megatron_vla.data.packing import PackLimits, SampleSize
 from megatron_vla.data.sampler import MicroBatchSampler
-from megatron_vla.data.watch import DataWatch, Stage, StageTimes, StatusBoard
-
-if TYPE_CHECKING:
-    from megatron_vla.data.dataset import RobotDataset
+from megatron_vla.data.watch import DataWatch, StageTimes, StatusBoard, end_processes
 
 # Random draws of one training sample as arrays, by (seed, epoch, sample index).
 Draws = Callable[[int, int, int], dict[str, Any]]
@@ -33,8 +29,6 @@ Assemble = Callable[[Sequence[Mapping[str, Any]]], Any]
 # A family's own last change of a training sample, by (arrays, seed, epoch).
 Change = Callable[[dict[str, Any], int, int], dict[str, Any]]
 PromptPadding = Literal["max", "longest", "bucket"]
-# Frames decoded in a row per camera: bounds the raw pictures in memory, and long enough that switching files costs nothing.
-CHUNK_FRAMES = 32
 AUGMENTATION_FIELD = "augmentation_BVP"  # parameters that travel with a sample when the device augments
 
 
@@ -69,148 +63,17 @@ class SampleSource(Protocol):
         ...
 
 
-class SamplePreprocessor(Protocol):
-    """What a source asks of a family's preprocessor."""
-
-    num_truncated_prompts: int
-
-    def __call__(self, sample: Any, epoch: int) -> dict[str, Any]:
-        """Arrays of one training sample."""
-        ...
-
-
-class SizedPreprocessor(SamplePreprocessor, Protocol):
-    """One that knows how large a sample will be."""
-
-    def size_of(self, instruction: str, state_D: np.ndarray) -> SampleSize:
-        """Images and prompt tokens, without decoding."""
-        ...
-
-
 class EpisodeSource(SampleSource, Protocol):
     """Samples that come out of episodes."""
 
-    def in_storage_order(self, index_M: np.ndarray, epoch: int) -> Iterator[dict[str, Any]]:
-        """Samples with ascending numbers, decoding forward only."""
+    def in_storage_order(
+        self, index_M: np.ndarray, epoch: int, room: Mapping[str, np.ndarray]
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Samples with ascending numbers in blocks: arrays with a dimension of samples in front, decoding forward only.
+
+        room: name -> memory for all M samples, which the arrays of a block may be made in.
+        """
         ...
-
-
-class RobotSource:
-    """Samples of a robot dataset, preprocessed.
-
-    `rows` maps sample number -> dataset index when samples were left out; `locators` does the same and replaces it when samples
-    are read in storage order.
-    """
-
-    def __init__(
-        self,
-        dataset: RobotDataset,
-        preprocessor: SamplePreprocessor,
-        rows: np.ndarray | None,
-        locators: LocatorIndex | None = None,
-    ) -> None:
-        self.dataset = dataset
-        self.preprocessor = preprocessor
-        self.rows = rows if locators is None else None
-        self.locators = locators
-        self._times = StageTimes()
-        self._board: StatusBoard | None = None
-        self._first_sample = 0
-
-    def use_board(self, board: StatusBoard, first_sample: int = 0) -> None:
-        """See `SampleSource`."""
-        self._board, self._first_sample = board, first_sample
-
-    def _note(self, stage: Stage, index: int) -> None:
-        if self._board is not None:
-            self._board.note(stage, self._first_sample + index)
-
-    def _row(self, index: int) -> int:
-        if self.locators is not None:
-            return self.locators.dataset_row(index)
-        return index if self.rows is None else int(self.rows[index])
-
-    def __call__(self, index: int, epoch: int) -> dict[str, Any]:
-        """Raises SampleError naming sample, episode and frame; the cause's own text names file or camera."""
-        try:
-            self._note("decode", index)
-            start = time.perf_counter()
-            raw = self.dataset[self._row(index)]
-            self._count_reading(time.perf_counter() - start, len(self.dataset.cameras))
-            return self._preprocessed(index, raw, epoch)
-        except Exception as problem:
-            raise SampleError(f"{self.where(index)}: {type(problem).__name__}: {problem}") from problem
-
-    def size_of(self, index: int) -> SampleSize:
-        """See `SampleSource`. Raises SampleError."""
-        row = self._row(index)
-        try:
-            # Only families whose batches can be packed get here, and theirs tells sizes.
-            preprocessor = cast(SizedPreprocessor, self.preprocessor)
-            return preprocessor.size_of(self.dataset.instruction(row), self.dataset.state_ND[row])
-        except Exception as problem:
-            raise SampleError(f"{self.where(index)}: {type(problem).__name__}: {problem}") from problem
-
-    def in_storage_order(self, index_M: np.ndarray, epoch: int) -> Iterator[dict[str, Any]]:
-        """Samples with ascending numbers: every camera of every episode is decoded in one forward pass. Raises SampleError."""
-        assert self.locators is not None, "only built with --data-access decode_once"
-        episode_M = self.locators.locators_N2[index_M, 0]
-        start = 0
-        while start < len(index_M):
-            stop = start + int(np.argmin(np.append(episode_M[start : start + CHUNK_FRAMES] == episode_M[start], False)))
-            visit_start = start == 0 or episode_M[start] != episode_M[start - 1]
-            yield from self._chunk(index_M[start:stop].tolist(), int(episode_M[start]), bool(visit_start), epoch)
-            start = stop
-
-    def _chunk(self, indices: list[int], episode: int, visit_start: bool, epoch: int) -> Iterator[dict[str, Any]]:
-        """Samples of one episode, close enough together to hold their pictures at once."""
-        dataset, rows = self.dataset, [self._row(index) for index in indices]
-        try:
-            self._note("decode", indices[0])
-            start = time.perf_counter()
-            frames = [int(dataset.frame_of_N[row]) for row in rows]
-            pictures = list(dataset.pictures(episode, frames))
-            self._count_reading(time.perf_counter() - start, len(dataset.cameras) * visit_start)
-        except Exception as problem:
-            raise SampleError(f"{self.where(indices[0])}: {type(problem).__name__}: {problem}") from problem
-        for index, row, images in zip(indices, rows, pictures, strict=True):
-            try:
-                raw = dataset.raw_sample(row, images)
-                yield self._preprocessed(index, raw, epoch)
-            except Exception as problem:
-                raise SampleError(f"{self.where(index)}: {type(problem).__name__}: {problem}") from problem
-
-    def _count_reading(self, seconds: float, num_visits: int) -> None:
-        decode_seconds, num_frames = self.dataset.frames.take_costs()
-        read_seconds = max(0.0, seconds - decode_seconds)
-        self._times.add(
-            StageTimes(
-                read_seconds=read_seconds, decode_seconds=decode_seconds, num_decoded_frames=num_frames, num_visits=num_visits
-            )
-        )
-
-    def _preprocessed(self, index: int, raw: Any, epoch: int) -> dict[str, Any]:
-        self._note("transform", index)
-        start, cut_before = time.perf_counter(), self.preprocessor.num_truncated_prompts
-        arrays = self.preprocessor(raw, epoch)
-        cut = self.preprocessor.num_truncated_prompts - cut_before
-        seconds = time.perf_counter() - start
-        self._times.add(StageTimes(num_samples=1, transform_seconds=seconds, num_truncated_prompts=cut))
-        return arrays
-
-    def take_times(self) -> StageTimes:
-        """See `SampleSource`."""
-        times, self._times = self._times, StageTimes()
-        return times
-
-    def where(self, index: int) -> str:
-        """See `SampleSource`."""
-        dataset, row = self.dataset, self._row(index)
-        episode = dataset.table_row(row)
-        files = [dataset.table.data.path_of(episode)]
-        files += [dataset.table.videos[c].files.path_of(episode) for c in dataset.cameras if c in dataset.table.videos]
-        number, frame = int(dataset.table.episode_index_E[episode]), int(dataset.frame_of_N[row])
-        return f"sample {row} (episode {number}, frame {frame}, {', '.join(map(str, files))})"
 
 
 class SampleAugmentation(Protocol):
@@ -256,21 +119,35 @@ class DrawnSamples(Dataset[tuple[dict[str, Any], StageTimes]]):
         self.board.note("idle")
         return arrays, self.take_times()
 
-    def in_storage_order(self, index_M: np.ndarray, epoch: int) -> Iterator[dict[str, Any]]:
-        """The same arrays as one by one, for ascending sample numbers, decoding forward only. Raises SampleError."""
+    def in_storage_order(
+        self, index_M: np.ndarray, epoch: int, room: Mapping[str, np.ndarray]
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """The same arrays as one by one, in the blocks of `EpisodeSource.in_storage_order`. Raises SampleError."""
         source = cast(EpisodeSource, self.source)  # decode_once is refused for sources without episodes
-        for arrays in source.in_storage_order(index_M, epoch):
-            yield self._drawn(arrays, epoch)
+        # Arrays that change are not made where they are to stay.
+        changes = self.change is not None or (self.augmentation is not None and self.augment_here)
+        for block in source.in_storage_order(index_M, epoch, {} if changes else room):
+            samples = ({name: array[place] for name, array in block.items()} for place in range(len(block["sample_index_B"])))
+            if changes:
+                for arrays in samples:
+                    yield {name: np.asarray(value)[None] for name, value in self._drawn(arrays, epoch).items()}
+            else:
+                added = [self._additions(arrays, epoch) for arrays in samples]
+                yield block | {name: np.stack([arrays[name] for arrays in added]) for name in added[0]}
+
+    def _additions(self, arrays: dict[str, Any], epoch: int) -> dict[str, Any]:
+        """Draws of one sample, and parameters of augmentation where the device does it."""
+        # Keyed by the dataset index, which stays the same when other samples are left out.
+        added = self.draws(self.seed, epoch, int(arrays["sample_index_B"]))
+        if self.augmentation is None or self.augment_here:
+            return added
+        return {**added, AUGMENTATION_FIELD: self.augmentation.parameters(arrays, epoch)}
 
     def _drawn(self, arrays: dict[str, Any], epoch: int) -> dict[str, Any]:
-        # Draws are keyed by the dataset index, which stays the same when other samples are left out.
-        index = int(arrays["sample_index_B"])
-        drawn = {**arrays, **self.draws(self.seed, epoch, index)}
+        drawn = {**arrays, **self._additions(arrays, epoch)}
         drawn = drawn if self.change is None else self.change(drawn, self.seed, epoch)
-        if self.augmentation is None:
+        if self.augmentation is None or not self.augment_here:
             return drawn
-        if not self.augment_here:
-            return {**drawn, AUGMENTATION_FIELD: self.augmentation.parameters(arrays, epoch)}
         start = time.perf_counter()
         drawn = self.augmentation.apply_to_sample(drawn, epoch)
         self._augment_seconds += time.perf_counter() - start
@@ -442,6 +319,11 @@ def load_micro_batches(
                 if "DataLoader worker" in str(problem):
                     raise watch.died(None, str(problem).strip().split("\n")[0]) from problem
                 raise
+            except (EOFError, OSError) as problem:
+                # Samples' own errors are SampleErrors: this is the pipe of a worker that ended while it handed over a batch.
+                if not num_workers:
+                    raise
+                raise watch.died(None, f"a data worker ended ({type(problem).__name__}: {problem})") from problem
             if loaded is None:
                 return
             yield loaded
@@ -451,3 +333,5 @@ def load_micro_batches(
         # then wait for each other's queues. torch has no public way to stop them.
         if num_workers:
             micro_batches._shutdown_workers()
+            # It asks them to end; one that is stopped or waits for a disk does not, and the exit would wait for it.
+            end_processes(micro_batches._workers, 0.0)

@@ -76,6 +76,11 @@ class LocatorIndex:
         episode, frame = self.locators_N2[sample]
         return int(self.first_row_E[episode]) + int(frame)
 
+    def dataset_rows(self, sample_M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(row of the episode table, row of the dataset) of sample numbers, int64 [M] each."""
+        episode_M, frame_M = self.locators_N2[sample_M].T.astype(np.int64)
+        return episode_M, self.first_row_E[episode_M] + frame_M
+
 
 def _locators(rows: np.ndarray | None, first_row_E: np.ndarray, count_E: np.ndarray) -> np.ndarray:
     """int32 [N, 2], made in one pass."""

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from megatron_vla.data.loader import RobotSource
 from megatron_vla.data.packing import SampleSize
+from megatron_vla.data.robot_source import RobotSource
 from megatron_vla.data.sampler import CACHED_EPOCHS, UINT64, GlobalOrder, SampleOrder
 from megatron_vla.data.watch import StageTimes, StatusBoard
 
@@ -184,10 +184,12 @@ class MixtureSource:
         dataset = self.dataset_of(index)
         return self._numbered(dataset, self.sources[dataset](index - int(self.first_sample_M[dataset]), epoch))
 
-    def in_storage_order(self, index_M: np.ndarray, epoch: int) -> Iterator[dict[str, Any]]:
+    def in_storage_order(
+        self, index_M: np.ndarray, epoch: int, room: Mapping[str, np.ndarray]
+    ) -> Iterator[dict[str, np.ndarray]]:
         """See RobotSource; all numbers are of one dataset, as a shard's are."""
         dataset = self.dataset_of(int(index_M[0]))
-        for arrays in self.sources[dataset].in_storage_order(index_M - self.first_sample_M[dataset], epoch):
+        for arrays in self.sources[dataset].in_storage_order(index_M - self.first_sample_M[dataset], epoch, room):
             yield self._numbered(dataset, arrays)
 
     def _numbered(self, dataset: int, arrays: dict[str, Any]) -> dict[str, Any]:

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from megatron_vla.data.loader import DrawnSamples, SampleError
-from megatron_vla.data.shard_cache import PieceJob, SampleLayout, Slot, build_piece
+from megatron_vla.data.shard_cache import PieceJob, SampleLayout, Slots, build_piece, storage_rows
 from megatron_vla.data.shard_order import LaneOrder
-from megatron_vla.data.watch import POLL_SECONDS, DataWatch, StageTimes
+from megatron_vla.data.watch import POLL_SECONDS, DataWatch, StageTimes, end_processes
 
 ORPHAN_CHECK_SECONDS = 2.0
 STOP_SECONDS = 5.0
-LARGE_ROW_BYTES = 4096
 Item = TypeVar("Item")
 
 
@@ -70,7 +69,7 @@ class PieceBuilder(Protocol):
 class InlineBuilder:
     """Builds a piece when it is waited for, in this process."""
 
-    def __init__(self, order: LaneOrder, samples: DrawnSamples, slots: list[Slot]) -> None:
+    def __init__(self, order: LaneOrder, samples: DrawnSamples, slots: Slots) -> None:
         self._order, self._samples, self._slots = order, samples, slots
 
     def submit(self, job: PieceJob) -> None:
@@ -78,13 +77,13 @@ class InlineBuilder:
 
     def wait(self, job: PieceJob) -> StageTimes:
         """See `PieceBuilder`."""
-        return build_piece(job, self._order, self._samples, self._slots[job.slot])
+        return build_piece(job, self._order, self._samples, self._slots)
 
     def close(self) -> None:
         """Nothing to stop."""
 
 
-def _work(worker: int, link: Any, parent: int, order: LaneOrder, samples: DrawnSamples, slots: list[Slot]) -> None:
+def _work(worker: int, link: Any, parent: int, order: LaneOrder, samples: DrawnSamples, slots: Slots) -> None:
     """Body of a worker process."""
     # Ctrl-C is the training process's to handle; a plain SIGTERM ends a worker whatever handlers it inherited.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -101,7 +100,7 @@ def _work(worker: int, link: Any, parent: int, order: LaneOrder, samples: DrawnS
         if job is None:
             return
         try:
-            link.send((job, build_piece(job, order, samples, slots[job.slot]), None))
+            link.send((job, build_piece(job, order, samples, slots), None))
         except SampleError as problem:
             link.send((job, StageTimes(), str(problem)))
 
@@ -109,7 +108,7 @@ def _work(worker: int, link: Any, parent: int, order: LaneOrder, samples: DrawnS
 class WorkerBuilder:
     """`num_workers` forked processes, each with its own decoders; a piece goes to the one with the fewest waiting."""
 
-    def __init__(self, order: LaneOrder, samples: DrawnSamples, slots: list[Slot], num_workers: int, watch: DataWatch) -> None:
+    def __init__(self, order: LaneOrder, samples: DrawnSamples, slots: Slots, num_workers: int, watch: DataWatch) -> None:
         self._watch = watch
         self._done: dict[PieceJob, tuple[StageTimes, str | None]] = {}
         self._waiting: list[set[PieceJob]] = [set() for _ in range(num_workers)]
@@ -180,14 +179,7 @@ class WorkerBuilder:
     def close(self) -> None:
         """See `PieceBuilder`. A worker that is stuck in a read is killed."""
         self._stopped.set()
-        for process in self._processes:
-            process.terminate()
-        deadline = time.monotonic() + STOP_SECONDS
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join(1.0)
+        end_processes(self._processes, STOP_SECONDS)
         for link in self._links:
             link.close()
         self._watch.worker_pids = []
@@ -196,13 +188,14 @@ class WorkerBuilder:
 class ShardReader:
     """Tensors of one rank's micro-batches, read out of the slots that `builder` fills."""
 
-    def __init__(self, sampler: PositionSampler, builder: PieceBuilder, slots: list[Slot]) -> None:
+    def __init__(self, sampler: PositionSampler, builder: PieceBuilder, slots: Slots) -> None:
         self._sampler, self._builder, self._slots = sampler, builder, slots
         self._order = sampler.order
-        self._free = deque(range(len(slots)))
+        self._free = deque(range(slots.num_slots))
         self._jobs = self._schedule()
         self._submitted: deque[PieceJob] = deque()
         self._open: dict[int, PieceJob] = {}  # lane -> piece that is read
+        self._row_of_place: dict[int, list[int]] = {}  # lane -> rows of the slots with the samples of the piece's places
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], StageTimes]]:
         for position_P in self._sampler.positions():
@@ -241,43 +234,35 @@ class ShardReader:
         job = self._submitted.popleft()
         assert (job.epoch, job.piece) == key, "reader and schedule walk the same positions"
         self._open[lane] = job
+        row_M = self._slots.first_row(job.slot) + storage_rows(job, self._order)[1]
+        self._row_of_place[lane] = row_M.tolist()
         return self._builder.wait(job)
 
     def _read(self, position_P: np.ndarray) -> tuple[dict[str, Tensor], StageTimes]:
         times = StageTimes()
-        arrays: dict[str, np.ndarray] = {}
-        # Runs of one piece are copied before the next piece of the same lane may take its slot.
-        pending: dict[int, tuple[list[int], list[int]]] = {}
-        copy_seconds = 0.0
+        stored = self._slots.arrays
+        arrays = {name: np.empty((len(position_P), *array.shape[1:]), dtype=array.dtype) for name, array in stored.items()}
+        rows: list[int] = []
+        first, copy_seconds = 0, 0.0
         for target, (lane, key, place) in enumerate(self._keys(position_P)):
             current = self._open.get(lane)
             if current is None or (current.epoch, current.piece) != key:
-                copy_seconds += self._copy(pending.pop(lane, None), lane, arrays, len(position_P))
+                # What was read so far is copied before the next piece may take a slot.
+                copy_seconds += self._copy(rows, arrays, first)
+                rows, first = [], target
                 times.add(self._enter(lane, key))
-            targets, rows = pending.setdefault(lane, ([], []))
-            targets.append(target)
-            rows.append(place - self._open[lane].first_place)
-        for lane, run in pending.items():
-            copy_seconds += self._copy(run, lane, arrays, len(position_P))
+            rows.append(self._row_of_place[lane][place - self._open[lane].first_place])
+        copy_seconds += self._copy(rows, arrays, first)
         times.add(StageTimes(copy_seconds=copy_seconds))
         return {name: torch.from_numpy(array) for name, array in arrays.items()}, times
 
-    def _copy(self, run: tuple[list[int], list[int]] | None, lane: int, arrays: dict[str, np.ndarray], size: int) -> float:
-        """Rows of the lane's open piece into the micro-batch; returns seconds."""
-        if run is None:
-            return 0.0
+    def _copy(self, rows: list[int], arrays: dict[str, np.ndarray], first: int) -> float:
+        """Rows of the slots into the micro-batch, from its sample `first` on; returns seconds."""
         started = time.perf_counter()
-        targets, rows = run
-        for name, stored in self._slots[self._open[lane].slot].arrays.items():
-            if name not in arrays:
-                arrays[name] = np.empty((size, *stored.shape[1:]), dtype=stored.dtype)
-            array = arrays[name]
-            if stored.nbytes // len(stored) < LARGE_ROW_BYTES:
-                array[targets] = stored[rows]
-            else:
-                # Pictures row by row: one copy, where indexing makes a second one in between.
-                for target, row in zip(targets, rows, strict=True):
-                    array[target] = stored[row]
+        if rows:
+            for name, array in arrays.items():
+                # Clipping rows, none of which is outside, lets numpy write to the result without a copy in between.
+                np.take(self._slots.arrays[name], rows, axis=0, out=array[first : first + len(rows)], mode="clip")
         return time.perf_counter() - started
 
 
@@ -294,8 +279,8 @@ class ShardStream:
         watch: DataWatch,
     ) -> None:
         capacity = sampler.order.largest_piece
-        slots = [Slot(layout, capacity) for _ in range(sampler.num_open_pieces + prefetch_shards)]
         self.num_workers = min(num_workers, prefetch_shards)
+        slots = Slots(layout, sampler.num_open_pieces + prefetch_shards, capacity, shared=self.num_workers > 0)
         self._builder: PieceBuilder = InlineBuilder(sampler.order, samples, slots)
         if self.num_workers:
             self._builder = WorkerBuilder(sampler.order, samples, slots, self.num_workers, watch)

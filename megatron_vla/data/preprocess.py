@@ -2,15 +2,15 @@
 
 Order (openpi's): delta actions -> normalization -> prompt from the unpadded normalized state -> zero padding of dimensions.
 
-Shape legend: V views, C channels, H height, W width, L prompt slots, T action horizon, A padded action dimensions, D padded
-state dimensions; action_dim and state_dim are the robot's own.
+Shape legend: n samples, V views, C channels, H height, W width, L prompt slots, T action horizon, A padded action dimensions,
+D padded state dimensions; action_dim and state_dim are the robot's own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from megatron_vla.data.cameras import CameraMap
-from megatron_vla.data.image import ImageResize, model_image, stack_views
+from megatron_vla.data.image import ImageResize, empty_image, write_view
 from megatron_vla.data.normalization import Normalization, NormalizationVariant
 from megatron_vla.data.packing import SampleSize
-from megatron_vla.data.prompt import SentencePieceTokenizer, pad_prompt, prompt_ids
+from megatron_vla.data.prompt import SentencePieceTokenizer, pad_prompts, prompts_ids
 from megatron_vla.data.statistics import Statistics
 from megatron_vla.data.transforms import absolute_to_delta, action_loss_mask, delta_to_absolute, pad_last_dim
 
 if TYPE_CHECKING:
-    from megatron_vla.data.dataset import RawSample
+    from megatron_vla.data.dataset import RawBlock, RawSample
 
 SETTINGS_FILE = "preprocessing.json"
 STATISTICS_FILE = "statistics.json"
@@ -104,22 +104,35 @@ class Preprocessor:
 
     def __call__(self, sample: RawSample, epoch: int) -> dict[str, Any]:
         """Training sample: every field of Batch except noise and time. Raises ValueError for what the data does wrong."""
-        settings = self.settings
+        images = {camera: frame_HWC[None] for camera, frame_HWC in sample.images.items()}
         # The very function that serving calls: the two cannot drift apart.
-        arrays = self.preprocess_observation(sample.images, sample.state_D, sample.instruction)
-        self._check_finite("action", sample.actions_TD)
-        is_loss_TA, is_real_A = action_loss_mask(
-            settings.action_loss, np.asarray(sample.action_is_in_episode_T), settings.action_dim, settings.max_action_dim
-        )
-        actions_TA = pad_last_dim(self.normalize_actions(sample.actions_TD, sample.state_D), settings.max_action_dim)
-        arrays.update(
-            actions_BTA=actions_TA.astype(np.float32),
-            action_is_valid_BTA=is_loss_TA,
-            action_dim_is_valid_BA=is_real_A,
-            sample_index_B=np.int64(sample.index),
-            epoch_B=np.int64(epoch),
-        )
-        return arrays
+        arrays = self._observations(images, sample.state_D[None], [sample.instruction], self.room(1))
+        is_in_episode_nT = np.asarray(sample.action_is_in_episode_T)[None]
+        arrays |= self._actions(sample.actions_TD[None], sample.state_D[None], is_in_episode_nT)
+        arrays |= {"sample_index_B": np.array([sample.index]), "epoch_B": np.array([epoch])}
+        return {name: array[0] for name, array in arrays.items()}
+
+    def block(self, raw: RawBlock, epoch: int, images_nVCSS: np.ndarray) -> dict[str, np.ndarray]:
+        """As one by one, with a dimension n of samples in front, and their pictures in `images_nVCSS` (see `room`)."""
+        arrays = self._observations(raw.images, raw.state_nD, raw.instructions, images_nVCSS)
+        arrays |= self._actions(raw.actions_nTD, raw.state_nD, raw.action_is_in_episode_nT)
+        index_n = raw.index_n.astype(np.int64)
+        return arrays | {"sample_index_B": index_n, "epoch_B": np.full_like(index_n, epoch)}
+
+    def room(self, num_samples: int, memory: np.ndarray | None = None) -> np.ndarray:
+        """Memory for the pictures of n samples, [n, V, 3, S, S]: `memory` where it fits, else new."""
+        settings = self.settings
+        empty_CSS = empty_image(settings.image_size, settings.image_resize)
+        shape = (num_samples, settings.num_images, *empty_CSS.shape)
+        if memory is not None and (memory.shape, memory.dtype) == (shape, empty_CSS.dtype):
+            return memory
+        return np.empty(shape, dtype=empty_CSS.dtype)
+
+    def camera_room(self, images_nVCSS: np.ndarray) -> dict[str, np.ndarray]:
+        """Camera -> where in `images_nVCSS` its pictures belong, for cameras that need not be changed but for their size."""
+        if images_nVCSS.dtype != np.uint8:
+            return {}
+        return {key: images_nVCSS[:, view] for view, key in enumerate(self.settings.camera_keys) if key}
 
     def preprocess_observation(self, images: Mapping[str, np.ndarray], state_D: np.ndarray, instruction: str) -> dict[str, Any]:
         """What inference needs, by the very code that training uses.
@@ -128,32 +141,59 @@ class Preprocessor:
         ValueError for a missing camera, a wrong state width, a non-finite state, or a prompt that does not fit (--prompt-
         overflow error).
         """
+        frames = {camera: frame_HWC[None] for camera, frame_HWC in images.items()}
+        arrays = self._observations(frames, state_D[None], [instruction], self.room(1))
+        return {name: array[0] for name, array in arrays.items()}
+
+    def _observations(
+        self,
+        images: Mapping[str, np.ndarray],
+        state_nD: np.ndarray,
+        instructions: Sequence[str],
+        images_nVCSS: np.ndarray,
+    ) -> dict[str, np.ndarray]:
+        """`preprocess_observation` of n samples, with pictures in `images_nVCSS`."""
         settings = self.settings
-        if state_D.shape != (settings.state_dim,):
-            raise ValueError(f"state has shape {list(state_D.shape)}; this model was trained with [{settings.state_dim}]")
-        self._check_finite("state", state_D)
+        if state_nD.shape[1:] != (settings.state_dim,):
+            raise ValueError(f"state has shape {list(state_nD.shape[1:])}; this model was trained with [{settings.state_dim}]")
+        self._check_finite("state", state_nD)
         # float32 first, as datasets store it; openpi's statistics then lift it to float64 for the bins.
-        normalized_D = self.state_normalizer.normalize(np.asarray(state_D, dtype=np.float32))
+        normalized_nD = self.state_normalizer.normalize(np.asarray(state_nD, dtype=np.float32))
         # Before padding: only the robot's own dimensions are in the prompt.
-        tokens_L, token_is_valid_L = self.tokenize(instruction, normalized_D)
+        tokens_nL, token_is_valid_nL = self._tokenize(instructions, normalized_nD)
         cameras = settings.camera_map
-        views: list[np.ndarray | None] = [
-            None if frame is None else model_image(frame, settings.image_size, settings.image_resize, key)
-            for frame, key in zip(cameras.select(images), settings.camera_keys, strict=True)
-        ]
-        # Last, so that real cameras keep their places when slots are added.
-        views += [None] * (settings.num_images - len(views))
+        frames = zip(cameras.select(images), settings.camera_keys, strict=True)
+        # Empty slots last, so that real cameras keep their places when slots are added.
+        padded = [*frames, *((None, "") for _ in range(settings.num_images - len(settings.camera_keys)))]
+        for view, (frames_nHWC, key) in enumerate(padded):
+            write_view(images_nVCSS[:, view], frames_nHWC, settings.image_size, settings.image_resize, key)
         return {
-            "images_BVCHW": stack_views(views, settings.image_size, settings.image_resize),
-            "camera_is_present_BV": np.array(cameras.is_present),
-            "tokens_BL": tokens_L,
-            "token_is_valid_BL": token_is_valid_L,
-            "state_BD": pad_last_dim(normalized_D, settings.max_state_dim).astype(np.float32),
+            "images_BVCHW": images_nVCSS,
+            "camera_is_present_BV": np.tile(np.array(cameras.is_present), (len(state_nD), 1)),
+            "tokens_BL": tokens_nL,
+            "token_is_valid_BL": token_is_valid_nL,
+            "state_BD": pad_last_dim(normalized_nD, settings.max_state_dim).astype(np.float32),
+        }
+
+    def _actions(self, actions_nTD: np.ndarray, state_nD: np.ndarray, is_in_episode_nT: np.ndarray) -> dict[str, np.ndarray]:
+        settings = self.settings
+        self._check_finite("action", actions_nTD)
+        is_loss_nTA, is_real_A = action_loss_mask(
+            settings.action_loss, is_in_episode_nT, settings.action_dim, settings.max_action_dim
+        )
+        actions_nTA = pad_last_dim(self.normalize_actions(actions_nTD, state_nD), settings.max_action_dim)
+        return {
+            "actions_BTA": actions_nTA.astype(np.float32),
+            "action_is_valid_BTA": is_loss_nTA,
+            "action_dim_is_valid_BA": np.tile(is_real_A, (len(state_nD), 1)),
         }
 
     def prompt_token_ids(self, instruction: str, normalized_state_D: np.ndarray) -> list[int]:
         """Ids of the whole prompt, neither cut nor padded."""
-        return prompt_ids(self.tokenizer, instruction, normalized_state_D if self.settings.prompt_state else None)
+        return self._prompts_ids([instruction], normalized_state_D[None])[0]
+
+    def _prompts_ids(self, instructions: Sequence[str], normalized_state_nD: np.ndarray) -> list[list[int]]:
+        return prompts_ids(self.tokenizer, instructions, normalized_state_nD if self.settings.prompt_state else None)
 
     def size_of(self, instruction: str, state_D: np.ndarray) -> SampleSize:
         """Images and prompt tokens of the sample that these make; reads no picture."""
@@ -161,17 +201,18 @@ class Preprocessor:
         prompt = min(len(self.prompt_token_ids(instruction, normalized_D)), self.settings.max_prompt_length)
         return SampleSize(sum(self.settings.camera_map.is_present), prompt)
 
-    def tokenize(self, instruction: str, normalized_state_D: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(int64 [L], bool [L]) of the prompt. A prompt that does not fit is cut, or raises ValueError (--prompt-overflow)."""
+    def _tokenize(self, instructions: Sequence[str], normalized_state_nD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(int64 [n, L], bool [n, L]) of prompts. One that does not fit is cut, or raises ValueError (--prompt-overflow)."""
         settings = self.settings
-        ids = self.prompt_token_ids(instruction, normalized_state_D)
-        if len(ids) > settings.max_prompt_length and settings.prompt_overflow == "error":
-            raise ValueError(
-                f"prompt of {len(ids)} tokens for the task {instruction[:60]!r}; {settings.max_prompt_length} fit: "
-                f"use --max-prompt-length {len(ids)} or more, or --prompt-overflow truncate"
-            )
-        self.num_truncated_prompts += len(ids) > settings.max_prompt_length
-        return pad_prompt(ids, settings.max_prompt_length)
+        prompts = self._prompts_ids(instructions, normalized_state_nD)
+        for ids, instruction in zip(prompts, instructions, strict=True):
+            if len(ids) > settings.max_prompt_length and settings.prompt_overflow == "error":
+                raise ValueError(
+                    f"prompt of {len(ids)} tokens for the task {instruction[:60]!r}; {settings.max_prompt_length} fit: "
+                    f"use --max-prompt-length {len(ids)} or more, or --prompt-overflow truncate"
+                )
+            self.num_truncated_prompts += len(ids) > settings.max_prompt_length
+        return pad_prompts(prompts, settings.max_prompt_length)
 
     def normalize_actions(self, actions_TD: np.ndarray, state_D: np.ndarray) -> np.ndarray:
         """Physical actions as the dataset writes them -> normalized model actions, [..., T, action_dim]."""

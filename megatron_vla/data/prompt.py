@@ -7,7 +7,7 @@ Shape legend: D state dimensions, L prompt slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,8 +32,11 @@ def clean_instruction(instruction: str) -> str:
 
 def state_prompt(instruction: str, state_D: np.ndarray) -> str:
     """The prompt with the discretized state; ends with one space."""
-    bins = " ".join(str(value) for value in discretize_state(state_D))
-    return f"Task: {clean_instruction(instruction)}, State: {bins};\nAction: "
+    return _binned_prompt(instruction, discretize_state(state_D).tolist())
+
+
+def _binned_prompt(instruction: str, bins: Iterable[int]) -> str:
+    return f"Task: {clean_instruction(instruction)}, State: {' '.join(map(str, bins))};\nAction: "
 
 
 class Tokenizer(Protocol):
@@ -122,19 +125,28 @@ def prompt_ids(tokenizer: Tokenizer, instruction: str, state_D: np.ndarray | Non
 
     `state_D` normalized: state in the prompt; None: task text, then a newline encoded on its own.
     """
-    if state_D is not None:
-        return [tokenizer.bos_id, *tokenizer.encode(state_prompt(instruction, state_D))]
-    # Encoded apart: in one string the newline could merge with the text's last token.
-    return [tokenizer.bos_id, *tokenizer.encode(clean_instruction(instruction)), *tokenizer.encode("\n")]
+    return prompts_ids(tokenizer, [instruction], None if state_D is None else state_D[None])[0]
 
 
-def pad_prompt(ids: list[int], max_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(int64 ids [L] right-padded with 0 or cut on the right, bool [L] validity)."""
-    kept = ids[:max_length]
+def prompts_ids(tokenizer: Tokenizer, instructions: Sequence[str], state_nD: np.ndarray | None) -> list[list[int]]:
+    """`prompt_ids` of n samples."""
+    if state_nD is None:
+        # Encoded apart: in one string the newline could merge with the text's last token.
+        return [
+            [tokenizer.bos_id, *tokenizer.encode(clean_instruction(text)), *tokenizer.encode("\n")] for text in instructions
+        ]
+    prompts = map(_binned_prompt, instructions, discretize_state(state_nD).tolist())
+    return [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in prompts]
+
+
+def pad_prompts(prompts: Sequence[list[int]], max_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(int64 ids [n, L] right-padded with 0 or cut on the right, bool [n, L] validity)."""
     # Right padding: positions of real tokens do not depend on the batch.
-    tokens_L = np.full(max_length, PAD_ID, dtype=np.int64)
-    tokens_L[: len(kept)] = kept
-    return tokens_L, np.arange(max_length) < len(kept)
+    tokens_nL = np.full((len(prompts), max_length), PAD_ID, dtype=np.int64)
+    length_n = np.array([min(len(ids), max_length) for ids in prompts])
+    for tokens_L, ids in zip(tokens_nL, prompts, strict=True):
+        tokens_L[: len(ids)] = ids[:max_length]
+    return tokens_nL, np.arange(max_length) < length_n[:, None]
 
 
 def worst_case_state(tokenizer: Tokenizer, state_dim: int) -> np.ndarray:

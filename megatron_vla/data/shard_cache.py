@@ -1,15 +1,16 @@
 """Decoded shards in host memory: slots of fixed size, filled by one pass over each episode and camera.
 
-A slot is memory shared with forked workers, without a name in any file system: it cannot be left behind, and the size limit of
-/dev/shm does not hold for it.
+Slots are memory without a name in any file system, shared with forked workers where there are any: it cannot be left behind,
+and the size limit of /dev/shm does not hold for it.
 
-Shape legend: as data/batch.py; M samples that fit into a slot.
+Shape legend: as data/batch.py; M samples of a slot.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ class SampleLayout:
         return SampleLayout({name: (array.dtype, array.shape) for name, array in made.items()})
 
     def field_bytes(self, name: str, num_samples: int) -> int:
-        """Bytes of one field of a slot, padded."""
+        """Bytes of one field of that many samples, padded."""
         dtype, shape = self.fields[name]
         size = num_samples * int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         return -(-size // ALIGNMENT) * ALIGNMENT
@@ -47,18 +48,37 @@ class SampleLayout:
         return sum(self.field_bytes(name, num_samples) for name in self.fields)
 
 
-class Slot:
-    """Room for M samples, field by field: arrays [M, ...], which the writer fills and the reader copies from."""
+class Slots:
+    """S slots with room for M samples each, field by field: arrays [S * M, ...], filled by writers and copied from by readers.
 
-    def __init__(self, layout: SampleLayout, num_samples: int) -> None:
-        self._memory = mmap.mmap(-1, layout.slot_bytes(num_samples))
+    `shared`: with processes that are forked later.
+    """
+
+    def __init__(self, layout: SampleLayout, num_slots: int, num_samples: int, shared: bool) -> None:
+        self.num_slots, self.num_samples = num_slots, num_samples
+        total = num_slots * num_samples
+        kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+        self._memory = mmap.mmap(-1, layout.slot_bytes(total), flags=kind | mmap.MAP_ANONYMOUS)
+        # A page of 4 KiB costs a fault when it is first touched: 100 of them for a sample of two cameras.
+        if (huge := getattr(mmap, "MADV_HUGEPAGE", None)) is not None:
+            with suppress(OSError):  # a kernel without huge pages
+                self._memory.madvise(huge)
         self.arrays: dict[str, np.ndarray] = {}
         offset = 0
         for name, (dtype, shape) in layout.fields.items():
-            count = num_samples * int(np.prod(shape, dtype=np.int64))
+            count = total * int(np.prod(shape, dtype=np.int64))
             flat = np.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
-            self.arrays[name] = flat.reshape((num_samples, *shape))
-            offset += layout.field_bytes(name, num_samples)
+            self.arrays[name] = flat.reshape((total, *shape))
+            offset += layout.field_bytes(name, total)
+
+    def first_row(self, slot: int) -> int:
+        """Where a slot starts in `arrays`."""
+        return slot * self.num_samples
+
+    def of(self, slot: int, num_samples: int) -> dict[str, np.ndarray]:
+        """The first rows of one slot: arrays [M, ...]."""
+        first = self.first_row(slot)
+        return {name: array[first : first + num_samples] for name, array in self.arrays.items()}
 
 
 @dataclass(frozen=True)
@@ -71,13 +91,28 @@ class PieceJob:
     slot: int
 
 
-def build_piece(job: PieceJob, order: LaneOrder, samples: DrawnSamples, slot: Slot) -> StageTimes:
-    """Decode the samples of a piece in storage order and put each where it will be read. Raises SampleError."""
+def storage_rows(job: PieceJob, order: LaneOrder) -> tuple[np.ndarray, np.ndarray]:
+    """(sample numbers of the job in storage order, as its slot holds them; row in the slot of each place): int64 [M]."""
     wanted_M = order.piece_samples(job.epoch, job.piece)[job.first_place :]
     place_M = np.argsort(wanted_M, kind="stable")
+    row_M = np.empty_like(place_M)
+    row_M[place_M] = np.arange(len(place_M))
+    return wanted_M[place_M], row_M
+
+
+def build_piece(job: PieceJob, order: LaneOrder, samples: DrawnSamples, slots: Slots) -> StageTimes:
+    """Decode the samples of a piece in storage order, straight into its slot where possible. Raises SampleError."""
     # Storage order: every camera of every episode is decoded in one forward pass.
-    for place, arrays in zip(place_M.tolist(), samples.in_storage_order(wanted_M[place_M], job.epoch), strict=True):
-        for name, value in arrays.items():
-            slot.arrays[name][place] = value
+    index_M, _ = storage_rows(job, order)
+    room = slots.of(job.slot, len(index_M))
+    room = slots.of(job.slot, len(index_M))
+    start = 0
+    for block in samples.in_storage_order(index_M, job.epoch, room):
+        stop = start + len(block["sample_index_B"])
+        for name, array in block.items():
+            stored = room[name][start:stop]
+            if not np.may_share_memory(stored, array):
+                stored[...] = array
+        start = stop
     samples.board.note("idle")
     return samples.take_times()

@@ -36,7 +36,7 @@ from megatron_vla.data.prefetch import ShardStream, in_background
 from megatron_vla.data.sampler import GlobalOrder, MicroBatchSampler, SampleOrder
 from megatron_vla.data.shard_cache import SampleLayout
 from megatron_vla.data.shard_order import LaneOrder, LaneSampler, ShardOrder
-from megatron_vla.data.watch import DataWatch, StageTimes, StatusBoard
+from megatron_vla.data.watch import HANDOVER_SECONDS, DataWatch, StageTimes, StatusBoard
 from megatron_vla.findings import CheckError, Finding, error
 from megatron_vla.parallel.failure import end_all_ranks
 from megatron_vla.parallel.groups import world_size_from_environment
@@ -251,7 +251,7 @@ class DataSupply:
             pin_memory=pin_memory,
             watch=self._watch,
         )
-        return batches if num_workers else self._watched(batches)
+        return self._watched(batches, num_workers)
 
     def _from_shards(self, sampler: LaneSampler | PackLaneSampler, num_workers: int, pin_memory: bool) -> Iterator[LoadedBatch]:
         layout = SampleLayout.of(self._samples[0, 0][0])
@@ -260,9 +260,10 @@ class DataSupply:
         try:
             if stream.num_workers:
                 device = torch.cuda.current_device() if pin_memory else None
-                yield from in_background(assembled, self.config.data.prefetch_factor, device)
+                ahead = in_background(assembled, self.config.data.prefetch_factor, device)
+                yield from self._watched(ahead, stream.num_workers)
             else:
-                yield from self._watched(assembled)
+                yield from self._watched(assembled, 0)
         finally:
             stream.close()
 
@@ -293,9 +294,12 @@ class DataSupply:
         for samples, times in sampler.packed(iter(stream)):
             yield packed_batch(samples, times, sampler.packing.limits)
 
-    def _watched(self, batches: Iterator[LoadedBatch]) -> Iterator[LoadedBatch]:
-        """Loading in this process, with a thread that ends the run when it takes too long."""
-        with self._watch.ends_stalled_loading(end_all_ranks) as load:
+    def _watched(self, batches: Iterator[LoadedBatch], num_workers: int) -> Iterator[LoadedBatch]:
+        """Loading with a thread that ends the run when it takes too long.
+
+        With workers too: this process can hang in the pipe of one that stopped while it handed over a batch.
+        """
+        with self._watch.ends_stalled_loading(end_all_ranks, HANDOVER_SECONDS if num_workers else 0.0) as load:
             while True:
                 load(True)
                 loaded = next(batches, None)

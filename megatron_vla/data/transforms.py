@@ -58,18 +58,18 @@ def pad_last_dim(values_D: np.ndarray, width: int) -> np.ndarray:
 def action_loss_mask(
     action_loss: str, action_is_in_episode_T: np.ndarray, action_dim: int, max_action_dim: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(elements of the loss [T, A], real dimensions of the robot [A]), both bool.
+    """(elements of the loss [..., T, A], real dimensions of the robot [A]), both bool.
 
     valid: real dimensions at steps inside the episode. real_dims: also repeated steps beyond its end (LeRobot's recipe).
     all: padded dimensions too (openpi's recipe).
     """
     # The robot's dimensions come first; padding follows.
     is_real_A = np.arange(max_action_dim) < action_dim
-    horizon = len(action_is_in_episode_T)
+    shape = (*action_is_in_episode_T.shape, max_action_dim)
     if action_loss == "valid":
-        return action_is_in_episode_T[:, None] & is_real_A[None, :], is_real_A
+        return action_is_in_episode_T[..., None] & is_real_A, is_real_A
     if action_loss == "real_dims":
-        return np.broadcast_to(is_real_A, (horizon, max_action_dim)).copy(), is_real_A
+        return np.broadcast_to(is_real_A, shape).copy(), is_real_A
     if action_loss == "all":
-        return np.ones((horizon, max_action_dim), dtype=bool), is_real_A
+        return np.ones(shape, dtype=bool), is_real_A
     raise ValueError(f"--action-loss {action_loss}: known are valid, real_dims, all")

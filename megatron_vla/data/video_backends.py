@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_vla.data.video_encoder import fps_fraction
+from megatron_vla.data.video_planes import FrameWriter
 
 BACKENDS = ("pyav", "decord", "torchcodec")
 # Decode on instead of seeking when the next wanted frame is this close: a seek costs at least the key frame and a flush.
@@ -39,11 +40,31 @@ class FrameMismatch(ValueError):
 class Decoder(Protocol):
     """One open file."""
 
-    def frames_at(self, indices: Sequence[int]) -> np.ndarray:
-        """uint8 RGB [n, H, W, 3] of the file's frames `indices` (any order, repeats allowed). Raises FrameMismatch."""
+    def frames_at(self, indices: Sequence[int], out_nCHW: np.ndarray | None = None) -> np.ndarray:
+        """uint8 RGB [n, H, W, 3] of the file's frames `indices` (any order, repeats allowed). Raises FrameMismatch.
+
+        `out_nCHW`: uint8 memory for them, colours first; used, and a view of it returned, where the pictures have that size.
+        """
 
     def close(self) -> None:
         """Release the file."""
+
+
+def room_for(shape_nHWC: tuple[int, ...], out_nCHW: np.ndarray | None) -> np.ndarray:
+    """Memory for pictures of that shape: a view of `out_nCHW` where it fits, else new."""
+    if out_nCHW is not None:
+        view_nHWC = out_nCHW.transpose(0, 2, 3, 1)
+        if view_nHWC.shape == shape_nHWC:
+            return view_nHWC
+    return np.empty(shape_nHWC, dtype=np.uint8)
+
+
+def in_room(frames_nHWC: np.ndarray, out_nCHW: np.ndarray | None) -> np.ndarray:
+    """The pictures, moved to `out_nCHW` where they fit."""
+    if out_nCHW is None or (room_nHWC := out_nCHW.transpose(0, 2, 3, 1)).shape != frames_nHWC.shape:
+        return frames_nHWC
+    room_nHWC[...] = frames_nHWC
+    return room_nHWC
 
 
 class PyAVDecoder:
@@ -51,7 +72,6 @@ class PyAVDecoder:
 
     def __init__(self, path: Path, fps: float):
         import av
-        from av.video.reformatter import VideoReformatter
 
         self.path = path
         try:
@@ -68,33 +88,30 @@ class PyAVDecoder:
         self._start: int = self._stream.start_time or 0
         self._time_base: Fraction = self._stream.time_base or Fraction(1, 90_000)
         self._frame_duration = float(1 / fps_fraction(fps) / self._time_base)  # in time base units
-        # One converter per file and no threads in it: a fresh one per frame starts threads, which costs more than decoding.
-        self._reformatter = VideoReformatter()
+        self._writer = FrameWriter()
         self._errors = (av.error.FFmpegError,)
         self._decoded: Any = None  # running decode iterator
         self._position = -1  # file frame that the iterator gave last; -1: nothing decoded since the last seek
 
-    def frames_at(self, indices: Sequence[int]) -> np.ndarray:
+    def frames_at(self, indices: Sequence[int], out_nCHW: np.ndarray | None = None) -> np.ndarray:
         """See `Decoder`."""
         frames_nHWC: np.ndarray | None = None
         places: dict[int, list[int]] = {}
         for place, index in enumerate(indices):
             places.setdefault(index, []).append(place)
         for index in sorted(places):
-            picture = self._frame(index)
+            frame = self._frame(index)
             if frames_nHWC is None:
-                frames_nHWC = np.empty((len(indices), picture.height, picture.width, 3), dtype=np.uint8)
-            # Out of the picture's own memory, row by row as it is padded: one copy, not one to an array and one to the result.
-            line_size = picture.planes[0].line_size
-            pixels = np.frombuffer(picture.planes[0], dtype=np.uint8, count=picture.height * line_size)
-            pixels = pixels.reshape(picture.height, line_size)
-            for place in places[index]:
-                frames_nHWC[place] = pixels[:, : 3 * picture.width].reshape(picture.height, picture.width, 3)
+                frames_nHWC = room_for((len(indices), frame.height, frame.width, 3), out_nCHW)
+            first, *others = places[index]
+            self._writer.write(frame, frames_nHWC[first])
+            for place in others:
+                frames_nHWC[place] = frames_nHWC[first]
         assert frames_nHWC is not None, "at least one frame is asked for"
         return frames_nHWC
 
     def _frame(self, index: int) -> Any:
-        """The picture in RGB.
+        """The picture as the file has it.
 
         Decode forward if near, else seek; if the key frame found lies behind the target (B-frames, odd indexes), seek earlier.
         """
@@ -105,7 +122,7 @@ class PyAVDecoder:
                 self._seek(max(0, index - back_off))
             frame, overshot = self._decode_until(index)
             if frame is not None and not overshot:
-                return self._reformatter.reformat(frame, format="rgb24", threads=1)
+                return frame
             if not forward and back_off >= index:
                 found = None if frame is None else float((frame.pts - self._start) * self._time_base)
                 raise FrameMismatch(self.path, index, float(index * self._frame_duration * self._time_base), found)
@@ -194,7 +211,7 @@ class DecordDecoder:
             )
         self._start = float(self._reader.get_frame_timestamp(0)[0])
 
-    def frames_at(self, indices: Sequence[int]) -> np.ndarray:
+    def frames_at(self, indices: Sequence[int], out_nCHW: np.ndarray | None = None) -> np.ndarray:
         """See `Decoder`."""
         count = len(self._reader)
         for index in indices:
@@ -207,7 +224,7 @@ class DecordDecoder:
         unique = sorted(set(indices))
         frames_nHWC = self._reader.get_batch(unique).asnumpy()
         place = {index: i for i, index in enumerate(unique)}
-        return frames_nHWC[[place[index] for index in indices]]
+        return in_room(frames_nHWC[[place[index] for index in indices]], out_nCHW)
 
     def close(self) -> None:
         """See `Decoder`."""
@@ -228,7 +245,7 @@ class TorchcodecDecoder:
             raise ValueError(f"{path}: torchcodec cannot open it ({problem}) -> --video-backend pyav") from problem
         self._start = float(self._reader.metadata.begin_stream_seconds or 0.0)
 
-    def frames_at(self, indices: Sequence[int]) -> np.ndarray:
+    def frames_at(self, indices: Sequence[int], out_nCHW: np.ndarray | None = None) -> np.ndarray:
         """See `Decoder`."""
         count = len(self._reader)
         beyond = next((index for index in indices if index >= count), None)
@@ -239,7 +256,7 @@ class TorchcodecDecoder:
             wanted, found = index * self._frame_duration, seconds - self._start
             if abs(found - wanted) > self._frame_duration / 2:
                 raise FrameMismatch(self.path, index, wanted, found)
-        return batch.data.numpy()
+        return in_room(batch.data.numpy(), out_nCHW)
 
     def close(self) -> None:
         """See `Decoder`."""

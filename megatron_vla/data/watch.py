@@ -7,10 +7,11 @@ when the worker itself no longer answers.
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing.process
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +22,8 @@ Stage = Literal["idle", "read", "decode", "transform"]
 STAGES: tuple[Stage, ...] = ("idle", "read", "decode", "transform")
 TRAINING_PROCESS = 0  # its place on the board; worker w has place w + 1
 POLL_SECONDS = 0.5
+# Workers' stalls are found by whoever waits for them; what is found is handed over, and the others are ended, in this time.
+HANDOVER_SECONDS = 15.0
 
 
 class DataStallError(RuntimeError):
@@ -52,7 +55,7 @@ class StageTimes:
 
     def add(self, other: StageTimes) -> None:
         """Sum up."""
-        for name in (f.name for f in dataclasses.fields(self)):
+        for name in _TIME_FIELDS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def metrics(self) -> dict[str, float]:
@@ -73,6 +76,9 @@ class StageTimes:
             "data_decoded_frames_per_sample": self.num_decoded_frames / samples,
             **metadata,
         }
+
+
+_TIME_FIELDS = tuple(field.name for field in dataclasses.fields(StageTimes))
 
 
 class StatusBoard:
@@ -132,9 +138,10 @@ class DataWatch:
     def stalled(self, seconds: float) -> DataStallError:
         """The error of a batch that did not come for `seconds`."""
         busy = [self.describe(place) for place, *_ in self.board.busy()]
+        stuck = [f"worker {worker} (pid {pid}) {what}" for worker, pid, what in stuck_processes(self.worker_pids)]
         return DataStallError(
             f"rank {self.rank}: no batch for {seconds:.0f} s (--data-stall-timeout-seconds {self.stall_seconds:g}); "
-            f"{'; '.join(busy) or 'no worker is at work'} -> look at that file and its storage"
+            f"{'; '.join(busy + stuck) or 'no worker is at work'} -> look at that file and its storage"
         )
 
     def died(self, worker: int | None, what: str) -> DataWorkerError:
@@ -153,19 +160,22 @@ class DataWatch:
         return f"{who}: idle" if stage == "idle" else f"{who}: {stage} of {self.where(sample)} for {seconds:.0f} s"
 
     @contextmanager
-    def ends_stalled_loading(self, on_stall: Callable[[str], Any]) -> Iterator[Callable[[bool], None]]:
+    def ends_stalled_loading(
+        self, on_stall: Callable[[str], Any], grace_seconds: float = 0.0
+    ) -> Iterator[Callable[[bool], None]]:
         """For loading in the training process, which cannot time itself out of a blocked read.
 
         Yields a function to be called with True before each load and False after it. When a load takes longer than
-        --data-stall-timeout-seconds, a thread calls `on_stall(message)`, which must not return to training.
+        --data-stall-timeout-seconds and `grace_seconds`, a thread calls `on_stall(message)`, which must not return to training.
         """
+        limit = self.stall_seconds + grace_seconds
         started_at: list[float] = [0.0]
         done = threading.Event()
 
         def watch() -> None:
             while not done.wait(min(POLL_SECONDS, self.stall_seconds / 4)):
                 started = started_at[0]
-                if started and time.monotonic() - started > self.stall_seconds:
+                if started and time.monotonic() - started > limit:
                     on_stall(str(self.stalled(time.monotonic() - started)))
                     return
 
@@ -177,6 +187,41 @@ class DataWatch:
             yield load
         finally:
             done.set()
+
+
+STUCK_STATES = {"T": "is stopped by a signal", "D": "waits for a disk that does not answer", "Z": "has ended"}
+
+
+def stuck_processes(pids: Sequence[int]) -> list[tuple[int, int, str]]:
+    """(place in `pids`, process, what is wrong with it) of those that the kernel does not let run."""
+    found = []
+    for place, pid in enumerate(pids):
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                # The name, in brackets, may hold anything.
+                state = file.read().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state in STUCK_STATES:
+            found.append((place, pid, STUCK_STATES[state]))
+    return found
+
+
+def end_processes(processes: Sequence[Any], seconds: float) -> None:
+    """End processes of multiprocessing: asked for `seconds` together, then killed. Never waits longer than that and a moment.
+
+    A process that cannot be killed (it waits for a disk) is left behind: multiprocessing would wait for it at the exit.
+    """
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join(1.0)
+        if process.is_alive():
+            multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
 
 
 def private_bytes(pid: int) -> int:

@@ -19,8 +19,8 @@ import torch
 
 from megatron_vla.config.run import RunConfig
 from megatron_vla.data.build import build_data
-from megatron_vla.data.loader import RobotSource
 from megatron_vla.data.mixture import MixtureSource
+from megatron_vla.data.robot_source import RobotSource
 from megatron_vla.evaluation.policy import Policy
 from megatron_vla.evaluation.wire import observation_of, pack, unpack
 from megatron_vla.training.checkpoint_folder import CheckpointFolder

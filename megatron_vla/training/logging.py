@@ -113,6 +113,7 @@ def progress_line(record: Mapping[str, Any], train_iters: int) -> str:
             f"{record['samples_per_s']:.1f} samples/s",
             f"step {record['step_ms']:.0f} ms",
             f"data wait {record['data_wait_ms']:.0f} ms",
+            *_worker_memory(record),
             *_pack_shares(record),
             f"peak {record['peak_memory_gib']:.2f} GiB",
             f"samples {record['consumed_samples']}",
@@ -120,6 +121,11 @@ def progress_line(record: Mapping[str, Any], train_iters: int) -> str:
             f"ETA {_duration(record['eta_seconds'])}",
         )
     )
+
+
+def _worker_memory(record: Mapping[str, Any]) -> Iterator[str]:
+    if record.get("data_worker_memory_gib"):
+        yield f"data workers {record['data_worker_memory_gib']:.2f} GiB"
 
 
 def _pack_shares(record: Mapping[str, Any]) -> Iterator[str]:

@@ -170,14 +170,14 @@ def test_prompt_trimming_keeps_every_valid_token(folder: Path) -> None:
 def test_a_bad_sample_ends_the_run_and_is_named(folder: Path, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     supply = supply_of(folder, "--no-shuffle", "--num-workers", str(workers))
     dataset_type = type(supply.source.dataset)  # type: ignore[attr-defined]
-    read = dataset_type.__getitem__
+    read = dataset_type.block
 
-    def broken(self: Any, index: int) -> Any:
-        if index == 10:
+    def broken(self: Any, row: int, index_n: np.ndarray, room: Any) -> Any:
+        if 10 in index_n:
             raise OSError("camera file is cut off")
-        return read(self, index)
+        return read(self, row, index_n, room)
 
-    monkeypatch.setattr(dataset_type, "__getitem__", broken)
+    monkeypatch.setattr(dataset_type, "block", broken)
     with pytest.raises(SampleError, match=r"sample 10 \(episode 1, frame 1, .*parquet\): OSError: camera file is cut off"):
         list(supply.iterator(0, 0, 1, 5, False))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
+import pytest
 import torch
 
-from megatron_vla.data.draws import flow_draws
+from megatron_vla.data.draws import NOISE_STREAM, TIME_STREAM, flow_draws, sample_generator
 
 
 def test_same_key_same_draw_whatever_else_happens() -> None:
@@ -18,6 +21,19 @@ def test_same_key_same_draw_whatever_else_happens() -> None:
     assert time == again_time
     assert noise.dtype == np.float32
     assert time.dtype == np.float32
+
+
+@pytest.mark.parametrize("key", [(1, 2, 3), (-1, 0, 0), (2**63, 5, 2**40)])
+def test_a_generator_that_is_used_again_starts_like_a_new_one(key: tuple[int, int, int]) -> None:
+    seed, epoch, index = key
+    fresh = sample_generator(seed, NOISE_STREAM, epoch, index).standard_normal((5, 3), dtype=np.float32)
+    uniform = sample_generator(seed, TIME_STREAM, epoch, index).random()
+    flow_draws(9, 9, 9, 7, 3)  # leaves half a block and half a word behind
+    noise, time = flow_draws(seed, epoch, index, 5, 3)
+    assert np.array_equal(noise, fresh) and time == np.float32(0.999 * uniform ** (2.0 / 3.0) + 0.001)
+    with ThreadPoolExecutor(4) as threads:
+        for other, other_time in threads.map(lambda _: flow_draws(seed, epoch, index, 5, 3), range(64)):
+            assert np.array_equal(other, fresh) and other_time == time
 
 
 def test_every_part_of_the_key_matters() -> None:

@@ -19,7 +19,7 @@ from megatron_vla.data.image import (
     resize_with_pad_torch,
 )
 from megatron_vla.data.normalization import Normalizer, normalize_range, unnormalize_range
-from megatron_vla.data.prompt import discretize_state, pad_prompt, prompt_ids, state_prompt
+from megatron_vla.data.prompt import discretize_state, pad_prompts, prompt_ids, state_prompt
 from megatron_vla.data.statistics import StatisticsAccumulator
 from megatron_vla.data.transforms import absolute_to_delta, delta_to_absolute, pad_last_dim
 
@@ -77,9 +77,11 @@ def test_prompt_padding() -> None:
     prompts = {state_prompt(c["task"], s): (c["task"], s) for c, s in zip(prompts_cases(), states, strict=True)}
     assert len(cases) == 6
     for case in cases:
-        tokens_L, is_valid_L = pad_prompt(prompt_ids(StandInTokenizer(), *prompts[case["prompt"]]), case["max_len"])
-        assert tokens_L.tolist() == case["tokens"]
-        assert is_valid_L.tolist() == case["mask"]
+        ids = prompt_ids(StandInTokenizer(), *prompts[case["prompt"]])
+        tokens_nL, is_valid_nL = pad_prompts([ids, ids[:1]], case["max_len"])
+        assert tokens_nL[0].tolist() == case["tokens"]
+        assert is_valid_nL[0].tolist() == case["mask"]
+        assert (tokens_nL[1, 0], is_valid_nL[1].sum(), tokens_nL[1, 1:].any()) == (ids[0], 1, False)
 
 
 def prompts_cases() -> list[dict[str, Any]]:

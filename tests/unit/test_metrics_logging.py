@@ -57,6 +57,8 @@ def test_record_holds_means_rates_and_every_step() -> None:
     line = progress_line(result, 20)
     for part in ("12/20", "loss 2.0", "8.0 samples/s", "data wait 250 ms", "peak 3.00 GiB", "epoch 1.5", "ETA 0:00:06"):
         assert part in line
+    assert "data workers" not in line
+    assert "| data workers 1.25 GiB |" in progress_line({**result, "data_worker_memory_gib": 1.25}, 20)
 
 
 def test_V08_hint_comes_once_until_its_advice_changes() -> None:

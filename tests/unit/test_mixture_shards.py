@@ -83,10 +83,10 @@ def test_each_frame_of_an_epoch_is_asked_for_once(folder: Path, monkeypatch: pyt
     asked: Counter[tuple[str, str, int, int]] = Counter()
     frames = FrameSource.frames
 
-    def counted(self: FrameSource, camera: str, episode: int, frame_indices: Any) -> np.ndarray:
+    def counted(self: FrameSource, camera: str, episode: int, frame_indices: Any, *more: Any) -> np.ndarray:
         assert list(frame_indices) == sorted(frame_indices)
         asked.update((Path(self.table.root).name, camera, episode, int(frame)) for frame in frame_indices)
-        return frames(self, camera, episode, frame_indices)
+        return frames(self, camera, episode, frame_indices, *more)
 
     monkeypatch.setattr(FrameSource, "frames", counted)
     batches_of(supply, TOTAL // 4)

@@ -24,6 +24,7 @@ from megatron_vla.config.run import parse_args
 from megatron_vla.data.batch import Batch
 from megatron_vla.data.build import build_data
 from megatron_vla.data.frame_source import FrameSource
+from megatron_vla.data.lerobot_writer import LeRobotWriter
 from megatron_vla.data.loader import SampleError
 from megatron_vla.data.shard_order import ShardOrder
 from megatron_vla.data.supply import DataSupply
@@ -77,9 +78,9 @@ def delay_decoding(monkeypatch: pytest.MonkeyPatch, wait: Callable[[int], None])
     """Call `wait(episode row)` before frames are decoded, in this process and in workers forked later."""
     frames = FrameSource.frames
 
-    def slow(self: FrameSource, camera: str, episode: int, frame_indices: Any) -> np.ndarray:
+    def slow(self: FrameSource, camera: str, episode: int, *arguments: Any) -> np.ndarray:
         wait(episode)
-        return frames(self, camera, episode, frame_indices)
+        return frames(self, camera, episode, *arguments)
 
     monkeypatch.setattr(FrameSource, "frames", slow)
 
@@ -110,16 +111,57 @@ def test_shards_ahead_or_none_and_random_access_give_bit_equal_batches(folder: P
     assert_equal([supply.first_batch()], inline[:1])
 
 
+@pytest.fixture(scope="module")
+def square(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures that have the model's size already, with values that no picture shares with another."""
+    folder = tmp_path_factory.mktemp("square")
+    features: dict[str, Any] = {key: {"dtype": "video", "shape": (56, 56, 3)} for key in CAMERAS}
+    features |= {key: {"dtype": "float32", "shape": (7,)} for key in ("observation.state", "action")}
+    writer = LeRobotWriter(folder / "data", fps=30, features=features, video_codec="h264", gop=2)
+    for episode, length in enumerate(LENGTHS):
+        walk_TD = np.cumsum(np.random.default_rng(episode).normal(size=(length, 7)), axis=0).astype(np.float32)
+        columns = {"observation.state": walk_TD, "action": walk_TD + np.float32(0.1)}
+        noise = [np.random.default_rng([episode, camera]).integers(0, 256, (length, 56, 56, 3), np.uint8) for camera in (0, 1)]
+        writer.add_episode(columns, dict(zip(CAMERAS, noise, strict=True)), f"task {episode}")
+    writer.finalize()
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("ahead", [("--prefetch-shards", "0"), AHEAD], ids=["here", "ahead"])
+def test_pictures_decoded_to_their_place_are_the_interleaved_ones(square: Path, ahead: tuple[str, ...]) -> None:
+    supply = supply_of(square, "--image-size", "56", *ahead)
+    dataset = supply.source.dataset  # type: ignore[attr-defined]
+    batches = batches_of(supply, TOTAL // 4)
+    assert len({index for _, index in keys_of(batches)}) == TOTAL - TOTAL % 4
+    for batch in batches:
+        for place, (_, index) in enumerate(keys_of([batch])):
+            raw = dataset[index]
+            for view, camera in enumerate(CAMERAS):
+                expected_CHW = raw.images[camera].transpose(2, 0, 1)
+                assert np.array_equal(batch.images_BVCHW[place, view].numpy(), expected_CHW), (index, camera)
+
+
+def test_N04_a_bad_value_names_its_sample_among_those_decoded_with_it(folder: Path) -> None:
+    supply = supply_of(folder, "--prefetch-shards", "0")
+    supply.source.dataset.actions_ND[LENGTHS[0] + 9] = np.nan  # type: ignore[attr-defined]
+    # Chunks have 4 steps: frame 6 is the first that reads frame 9.
+    first = LENGTHS[0] + 6
+    with pytest.raises(SampleError, match=rf"^sample {first} \(episode 1, frame 6, .*ValueError: action has NaN or Inf"):
+        list(supply.source.in_storage_order(np.arange(TOTAL), 0, {}))  # type: ignore[attr-defined]
+    supply.close()
+
+
 def test_each_episode_and_camera_is_decoded_once_per_visit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: Counter[tuple[str, int, int]] = Counter()
     passes: list[tuple[str, int, int]] = []
     frames = FrameSource.frames
 
-    def counted(self: FrameSource, camera: str, episode: int, frame_indices: Any) -> np.ndarray:
+    def counted(self: FrameSource, camera: str, episode: int, frame_indices: Any, *more: Any) -> np.ndarray:
         assert list(frame_indices) == sorted(frame_indices)
         asked.update((camera, episode, int(frame)) for frame in frame_indices)
         passes.append((camera, episode, int(frame_indices[0])))
-        return frames(self, camera, episode, frame_indices)
+        return frames(self, camera, episode, frame_indices, *more)
 
     supply = supply_of(folder, "--prefetch-shards", "0")
     stream = supply.iterator(0, 0, 1, TOTAL // 4 + 1, False)  # the iterator's first step looks at one sample
@@ -189,6 +231,33 @@ def test_a_killed_worker_is_named_and_nothing_hangs(folder: Path) -> None:
         for _ in batches:
             pass
     supply.close()
+
+
+@pytest.mark.parametrize("access", ["decode_once", "random"])
+def test_a_stopped_worker_is_named_and_does_not_outlive_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, access: str
+) -> None:
+    said: list[str] = []
+
+    def end(message: str) -> None:
+        said.append(message)
+        os.kill(victim, signal.SIGKILL)  # a run ends here; this one goes on, with the pipe closed
+
+    # When it stops in the middle of handing over a batch, only the watching thread can end the run.
+    monkeypatch.setattr("megatron_vla.data.supply.end_all_ranks", end)
+    supply = supply_of(folder, *AHEAD, "--data-access", access, "--data-stall-timeout-seconds", "6")
+    batches = supply.iterator(0, 0, 1, 500, False)
+    next(batches)
+    victim = supply._watch.worker_pids[1]
+    os.kill(victim, signal.SIGSTOP)  # like a worker whose disk is gone, it does not hear SIGTERM
+    with pytest.raises((DataStallError, DataWorkerError)) as problem:
+        for _ in batches:
+            pass
+    assert f"worker 1 (pid {victim}) is stopped by a signal" in (said[0] if said else str(problem.value))
+    supply.close()
+    assert victim not in {process.pid for process in multiprocessing.active_children()}
+    with pytest.raises(ProcessLookupError):
+        os.kill(victim, 0)
 
 
 @pytest.mark.parametrize("access", ["decode_once", "random"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 from preprocess_fixtures import CAMERAS, MemoryDataset, preprocessor
 
+from megatron_vla.data.dataset import RawBlock
 from megatron_vla.data.preprocess import Preprocessor
 from megatron_vla.data.transforms import absolute_to_delta, action_loss_mask, delta_to_absolute, pad_last_dim
 
@@ -135,3 +137,46 @@ def test_N04_nan_in_a_sample_names_the_dimension() -> None:
     state_D[3] = np.nan
     with pytest.raises(ValueError, match=r"state has NaN or Inf in dimension 3 \(a\)"):
         processor.preprocess_observation(DATA[0].images, state_D, "go")
+
+
+def block_of(indices: list[int]) -> RawBlock:
+    samples = [DATA[index] for index in indices]
+    return RawBlock(
+        np.array(indices),
+        {camera: np.stack([sample.images[camera] for sample in samples]) for camera in CAMERAS},
+        np.stack([sample.state_D for sample in samples]),
+        np.stack([sample.actions_TD for sample in samples]),
+        np.stack([sample.action_is_in_episode_T for sample in samples]),
+        tuple(sample.instruction + str(sample.index) for sample in samples),
+    )
+
+
+@pytest.mark.parametrize("resize", ["pil_bilinear", "torch_bilinear"])
+@pytest.mark.parametrize("variant", ["openpi", "lerobot"])
+@pytest.mark.parametrize("loss", ["valid", "real_dims", "all"])
+def test_a_block_is_its_samples_one_by_one(resize: str, variant: str, loss: str) -> None:
+    processor = preprocessor(
+        DATA, image_resize=resize, normalization_variant=variant, action_loss=loss, delta_action_dims=(0, 2)
+    )
+    indices = list(range(3, 15))  # over the end of two episodes
+    raw = block_of(indices)
+    block = processor.block(raw, 5, processor.room(len(indices)))
+    for place, index in enumerate(indices):
+        alone = processor(dataclasses.replace(DATA[index], instruction=raw.instructions[place]), 5)
+        assert alone.keys() == block.keys()
+        for name, value in alone.items():
+            np.testing.assert_array_equal(block[name][place], value)
+            assert block[name].dtype == np.asarray(value).dtype
+        again = processor.block(raw.one(place), 5, processor.room(1))
+        assert all(np.array_equal(again[name][0], value) for name, value in alone.items())
+
+
+def test_memory_for_pictures_is_used_only_where_it_fits() -> None:
+    processor = preprocessor(DATA)
+    given = np.zeros((2, 3, 3, 28, 28), dtype=np.uint8)
+    assert processor.room(2, given) is given
+    assert processor.room(3, given) is not given and processor.room(2, given.astype(np.float32)).dtype == np.uint8
+    rooms = processor.camera_room(given)
+    assert list(rooms) == list(CAMERAS) and all(np.shares_memory(room, given) for room in rooms.values())
+    floats = preprocessor(DATA, image_resize="torch_bilinear")
+    assert floats.room(2, given).dtype == np.float32 and floats.camera_room(floats.room(2)) == {}

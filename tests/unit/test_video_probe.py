@@ -40,8 +40,8 @@ def test_V03_choice_is_proven_on_every_codec_and_printed(clips: dict[str, tuple[
 class SameFrame(video_backends.PyAVDecoder):
     """A backend that answers every request with the file's first frame."""
 
-    def frames_at(self, indices: Any) -> np.ndarray:
-        return super().frames_at([0] * len(indices))
+    def frames_at(self, indices: Any, out_nCHW: Any = None) -> np.ndarray:
+        return super().frames_at([0] * len(indices), out_nCHW)
 
 
 def test_V03_backend_that_repeats_one_frame_is_caught(clips: dict[str, tuple[Path, int]], monkeypatch: Any) -> None:
