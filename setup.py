@@ -34,7 +34,9 @@ def cuda_extensions() -> list[Extension]:
         print(f"nvcc not found: {len(wanted)} CUDA kernel(s) skipped ({', '.join(sorted(wanted))})")
         return []
     headers = sorted(map(str, ROOT.glob("kernels/*/csrc/*.cuh")))
-    return [Extension(f"megatron_vla.kernels.{name}.launcher", files, depends=headers) for name, files in sorted(wanted.items())]
+    return [
+        Extension(f"megatron_vla.kernels.{name}.launcher", files, depends=headers) for name, files in sorted(wanted.items())
+    ]
 
 
 class NvccBuild(build_ext):
