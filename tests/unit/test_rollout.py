@@ -186,7 +186,7 @@ def test_damaged_and_unwritable_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"evaluation\.json: damaged"):
         ResultFolder(tmp_path, {"seed": 0})
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="--output .*file/x: Not a directory"):
+    with pytest.raises(ValueError, match=r"--output .*file/x: Not a directory"):
         ResultFolder(tmp_path / "file/x", {"seed": 0})
 
 
