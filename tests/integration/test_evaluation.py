@@ -164,7 +164,7 @@ def test_checkpoint_and_simulator_that_do_not_fit(save: Path, tmp_path: Path) ->
         (("--eval-device", "gpu"), "--eval-device gpu: no such device -> one of cpu"),
         (("--eval-device", "cuda:99"), "--eval-device cuda:99: this machine has no such device"),
         (("--replay", "-5"), "--replay -5"),
-        (("--eval-gate", "min_sucess=1"), "--eval-gate 'min_sucess=1'"),
+        (("--eval-gate", "min_sucess=1"), "--eval-gate: 'min_sucess=1'"),
     ):
         with pytest.raises(ValueError, match=message.replace("(", r"\(")):
             main(["--checkpoint", str(save), *output, *flags])
