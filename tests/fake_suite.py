@@ -85,5 +85,5 @@ BACKEND = EnvironmentBackend(
     fps=lambda settings: 10.0,
     robot_type="point",
     has_expert=True,
-    uses_mujoco=False,
+    uses_mujoco=lambda settings: False,
 )

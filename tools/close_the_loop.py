@@ -194,6 +194,16 @@ class StopAfter:
             time.sleep(0.2)
 
 
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Nothing may go on when the loop was stopped: a training saves on SIGTERM, so it gets some time."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
 @dataclass
 class Loop:
     """The stages of one run, their environment and their times."""
@@ -208,9 +218,12 @@ class Loop:
         print(f"\n== {stage}\n$ {shlex.join(words)}", flush=True)
         started = time.monotonic()
         process = subprocess.Popen(words, cwd=ROOT, env=self.environment)
-        if stop is not None:
-            stop.watch(process)
-        status = process.wait()
+        try:
+            if stop is not None:
+                stop.watch(process)
+            status = process.wait()
+        finally:
+            end(process)
         self.seconds[stage] = time.monotonic() - started
         print(f"   {stage}: {self.seconds[stage]:.0f} s", flush=True)
         if status not in accept:
@@ -227,6 +240,12 @@ def is_installed(distribution: str) -> bool:
     return True
 
 
+def suits_this_python(wheel: str) -> bool:
+    """Whether a wheel's file name promises that this interpreter can load it."""
+    python, abi, _ = wheel.removesuffix(".whl").rsplit("-", 3)[1:]
+    return abi in ("none", "abi3") or f"cp{sys.version_info.major}{sys.version_info.minor}" in python.split(".")
+
+
 def prepared_environment(packages: str | None, needed: Sequence[str]) -> dict[str, str]:
     """Environment of the stages, with --packages unpacked. Raises ValueError naming what is still missing."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -236,11 +255,22 @@ def prepared_environment(packages: str | None, needed: Sequence[str]) -> dict[st
         wheels = sorted(folder.glob("*.whl"))
         if not wheels:
             raise ValueError(f"--packages {packages}: no wheels there -> run examples/metaworld/fetch_packages.sh {packages}")
-        site = folder / "site"
-        for wheel in [] if site.is_dir() else wheels:
-            # A folder of its own, in front of what is installed: so only what is missing goes there.
-            if not is_installed(wheel.name.partition("-")[0]):
-                zipfile.ZipFile(wheel).extractall(site)
+        needed_wheels = [wheel for wheel in wheels if not is_installed(wheel.name.partition("-")[0])]
+        if foreign := [wheel.name for wheel in needed_wheels if not suits_this_python(wheel.name)]:
+            python = f"{sys.version_info.major}.{sys.version_info.minor}"
+            raise ValueError(
+                f"--packages {packages}: {foreign[0]} is not for Python {python} -> empty the folder and run "
+                f"examples/metaworld/fetch_packages.sh {packages} {python}"
+            )
+        # A folder of its own, in front of what is installed: so only what is missing goes there. Complete or not there.
+        site = folder / f"site-{sys.implementation.cache_tag}"
+        if not site.is_dir():
+            partial = site.with_name(f"{site.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            for wheel in needed_wheels:
+                zipfile.ZipFile(wheel).extractall(partial)
+            partial.rename(site)
         sys.path.append(str(site))
         paths.append(str(site))
         libraries = [str(folder / "gl")] if (folder / "gl").is_dir() else []
@@ -288,6 +318,7 @@ def training_command(config: LoopConfig, output: Path, training: Training) -> li
     """Train from scratch on the recorded demonstrations."""
     recipe, save = recipe_of(config), training.save
     schedule = ["--train-iters", str(training.steps or 1_000_000), "--lr-decay-style", "constant"]
+    warmup = 100 if config.train_iters is None else min(100, config.train_iters // 2)
     if config.train_iters is not None:
         schedule = ["--train-iters", str(config.train_iters), "--min-lr", str(config.lr / 50)]
     if training.steps is not None:
@@ -300,7 +331,7 @@ def training_command(config: LoopConfig, output: Path, training: Training) -> li
         *(word for flag in recipe.horizon for word in (flag, str(config.action_horizon))),
         *("--data-path", output / "demonstrations", "--tokenizer-model", output / recipe.tokenizer),
         *(*CAMERA_MAP, *DATA_FLAGS, "--num-workers", str(max(1, config.num_processes - 2))),
-        *("--micro-batch-size", str(config.micro_batch_size), "--lr", str(config.lr), "--lr-warmup-iters", "100"),
+        *("--micro-batch-size", str(config.micro_batch_size), "--lr", str(config.lr), "--lr-warmup-iters", str(warmup)),
         *("--weight-decay", "0.01", "--ema-decay", "0.995", "--log-interval", "20", *schedule, "--bf16"),
         *("--save", save, "--load", save, *training.flags),
     ]
@@ -428,6 +459,8 @@ if __name__ == "__main__":
     parser = StrictParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_section(parser, LoopConfig)
+    # So that `finally` runs when a time limit ends the loop.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         sys.exit(close_the_loop(build_section(LoopConfig, parser.parse_flags(sys.argv[1:]))))
     except ValueError as failure:

@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Literal
 
@@ -237,6 +238,18 @@ def record_episodes(config: RecordingConfig, task: TaskSpec, numbers: Sequence[i
     return episodes
 
 
+def exit_with_parent() -> None:
+    """Run in each process of the pool: a recorder that was killed must not leave simulators waiting for work for ever."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def simulate(config: RecordingConfig) -> Iterator[Episode]:
     """All episodes, task by task in the order of their numbers, whatever the number of processes."""
     jobs = [
@@ -253,7 +266,7 @@ def simulate(config: RecordingConfig) -> Iterator[Episode]:
             simulator.cache_clear()
         return
     # spawn: a GL context does not survive a fork.
-    with ProcessPoolExecutor(config.num_processes, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(config.num_processes, mp_context=get_context("spawn"), initializer=exit_with_parent) as pool:
         waiting = iter(jobs)
         running: list[Future[list[Episode]]] = []
         # A short window, since finished episodes wait in memory for their turn to be encoded.

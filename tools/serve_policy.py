@@ -17,9 +17,10 @@ from pathlib import Path
 
 from megatron_vla.config.cli import StrictParser, add_section, build_section
 from megatron_vla.config.evaluation import EvaluationConfig
+from megatron_vla.config.evaluation_check import rollout_findings
 from megatron_vla.evaluation.policy import PolicySettings, load_policy, open_checkpoint
 from megatron_vla.evaluation.server import PolicyServer, ServerConfig
-from megatron_vla.findings import CheckError
+from megatron_vla.findings import CheckError, raise_errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,7 @@ async def serve(server: PolicyServer) -> None:
 def main(arguments: Sequence[str]) -> None:
     """Load, then serve until interrupted."""
     served, config, evaluation = parse(arguments)
+    raise_errors(rollout_findings(evaluation))
     if not served.checkpoint:
         raise ValueError("--checkpoint is not set -> name a checkpoint folder or a --save folder")
     settings = replace(PolicySettings.from_config(evaluation), max_batch_size=max(1, config.max_batch_size))

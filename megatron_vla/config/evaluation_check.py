@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from megatron_vla.config.datasets import dataset_parts
+from megatron_vla.config.evaluation import EvaluationConfig
 from megatron_vla.config.run import RunConfig
 from megatron_vla.findings import Finding, error
 
 
-def evaluation_findings(config: RunConfig) -> Iterator[Finding]:
-    """Errors of --eval-* flags that can be known from the flags alone."""
-    evaluation, checkpoint = config.evaluation, config.checkpoint
-    interval = evaluation.eval_interval
+def rollout_findings(evaluation: EvaluationConfig) -> Iterator[Finding]:
+    """Values that no evaluation can work with, beside a training or by itself."""
     for flag, value, least in (
         ("--eval-trials-per-task", evaluation.eval_trials_per_task, 1),
         ("--eval-workers", evaluation.eval_workers, 1),
@@ -22,18 +21,27 @@ def evaluation_findings(config: RunConfig) -> Iterator[Finding]:
         ("--eval-image-size", evaluation.eval_image_size, 8),
         ("--eval-seed", evaluation.eval_seed, 0),
         ("--eval-videos-per-task", evaluation.eval_videos_per_task, 0),
+        ("--eval-step-timeout-seconds", evaluation.eval_step_timeout_seconds, 1),
     ):
         if value < least:
-            yield error(flag, f"{value} is too small", f"use {flag} {least} or more")
-    for flag, given in (
-        ("--eval-max-steps", evaluation.eval_max_steps),
-        ("--eval-inference-steps", evaluation.eval_inference_steps),
+            yield error(flag, f"{value:g} is too small", f"use {flag} {least} or more")
+    for flag, given, least in (
+        ("--eval-max-steps", evaluation.eval_max_steps, 1),
+        ("--eval-inference-steps", evaluation.eval_inference_steps, 1),
+        ("--eval-replan-interval", evaluation.eval_replan_interval, 1),
+        ("--eval-wait-steps", evaluation.eval_wait_steps, 0),
     ):
-        if given is not None and given < 1:
-            yield error(flag, f"{given} is not positive", "leave it out for the default")
+        if given is not None and given < least:
+            yield error(flag, f"{given} is too small", f"use {least} or more, or leave it out for the default")
     if evaluation.eval_video_format == "mp4" and find_spec("av") is None:
         yield error("--eval-video-format", "mp4 needs the package av", "pip install av, or use --eval-video-format gif")
-    yield from _gate(config)
+    yield from _gate(evaluation)
+
+
+def evaluation_findings(config: RunConfig) -> Iterator[Finding]:
+    """Errors of --eval-* flags that can be known from the flags alone."""
+    checkpoint, interval = config.checkpoint, config.evaluation.eval_interval
+    yield from rollout_findings(config.evaluation)
     if interval is None:
         return
     if interval < 1:
@@ -61,10 +69,10 @@ def _dataset(config: RunConfig) -> Iterator[Finding]:
         yield error("--eval-dataset", "there is one dataset only", "drop it")
 
 
-def _gate(config: RunConfig) -> Iterator[Finding]:
+def _gate(evaluation: EvaluationConfig) -> Iterator[Finding]:
     from megatron_vla.evaluation.gate import parse_gate
 
     try:
-        parse_gate(config.evaluation.eval_gate)
+        parse_gate(evaluation.eval_gate)
     except ValueError as problem:
         yield error("--eval-gate", str(problem).removeprefix("--eval-gate "), "for example --eval-gate min_success=0.6")

@@ -38,7 +38,7 @@ from megatron_vla.evaluation.results import (
 from megatron_vla.evaluation.results import write_json as write_report
 from megatron_vla.evaluation.rollout import Actor, ActRequest, Rollout, RolloutSettings, TrialResult
 from megatron_vla.evaluation.statistics import Share
-from megatron_vla.evaluation.video import finished_film, montage, write_video
+from megatron_vla.evaluation.video import finished_film, montage, read_video, write_video
 
 FILM_FPS = 10.0
 
@@ -95,7 +95,7 @@ def evaluate(
     }
     folder = ResultFolder(output, description)
     gl = None
-    if backend.uses_mujoco and find_spec("mujoco") is not None:
+    if backend.uses_mujoco(settings) and find_spec("mujoco") is not None:
         gl = choose_backend()
         say(f"rendering with MUJOCO_GL={gl}, fast rendering {'on' if settings.fast_rendering else 'off'}")
     run = _Run(config, backend, settings, tasks, folder, gl, replan, say)
@@ -153,13 +153,22 @@ class _Run:
             if number % max(1, len(missing) // 10) == 0 or number == len(missing):
                 self.say(f"{len(done)}/{len(trials)} trials, success {share_of(list(done.values()))}")
         self.results = [done[trial.key] for trial in trials if trial.key in done]
-        if self.films:
-            ordered = [self.films[task.name] for task in self.tasks if task.name in self.films]
-            columns = int(np.ceil(np.sqrt(len(ordered))))
-            write_video(
-                montage(ordered, columns), self.folder.path / f"{MONTAGE}.{self.config.eval_video_format}", self.film_fps
-            )
+        self._montage()
         return self._report(rollout, policy, description)
+
+    def _montage(self) -> None:
+        """The first film of each task side by side, with those that were made before an interruption."""
+        path = self.folder.path / f"{MONTAGE}.{self.config.eval_video_format}"
+        if not self.films and path.is_file():
+            return  # nothing new
+        for result in self.results:
+            if result.index == 0 and result.task not in self.films and result.video is not None:
+                film = self.folder.path / result.video
+                if film.is_file():
+                    self.films[result.task] = read_video(film, self.film_fps)
+        ordered = [self.films[task.name] for task in self.tasks if task.name in self.films]
+        if ordered:
+            write_video(montage(ordered, int(np.ceil(np.sqrt(len(ordered))))), path, self.film_fps)
 
     def _is_filmed(self, trial: Trial) -> bool:
         return trial.index < self.config.eval_videos_per_task

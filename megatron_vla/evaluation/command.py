@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from megatron_vla.config.cli import StrictParser, add_section, build_section
 from megatron_vla.config.evaluation import EvaluationConfig
+from megatron_vla.config.evaluation_check import rollout_findings
 from megatron_vla.config.run import from_dict
 from megatron_vla.evaluation.closed_loop import evaluate, success_line
 from megatron_vla.evaluation.gate import (
@@ -30,10 +31,11 @@ from megatron_vla.evaluation.gate import (
 )
 from megatron_vla.evaluation.policy import Policy, PolicySettings, load_policy, open_checkpoint
 from megatron_vla.evaluation.replay import replay
-from megatron_vla.evaluation.results import REPORT_MARKDOWN, write_json
+from megatron_vla.evaluation.results import REPORT_MARKDOWN, first_error, write_json
+from megatron_vla.findings import raise_errors
 from megatron_vla.training.checkpoint_folder import STATE_FILE, CheckpointFolder
 
-REJECTED, DIFFERENT = 3, 4
+FAILED, REJECTED, DIFFERENT = 1, 3, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +92,8 @@ def policy_facts(policy: Policy, folder: CheckpointFolder) -> dict[str, Any]:
     }
 
 
-def run_rollouts(command: CommandConfig, config: EvaluationConfig, folder: CheckpointFolder | None) -> Verdict:
-    """Evaluate, judge, and move the best pointer on a promotion."""
+def run_rollouts(command: CommandConfig, config: EvaluationConfig, folder: CheckpointFolder | None) -> tuple[Verdict, int]:
+    """Evaluate, judge, and move the best pointer on a promotion; the verdict, and how many trials came to an end."""
     rules = parse_gate(config.eval_gate)
     policy, facts = None, {"name": "scripted expert"}
     if command.policy == "checkpoint":
@@ -119,12 +121,17 @@ def run_rollouts(command: CommandConfig, config: EvaluationConfig, folder: Check
     print(f"{verdict.status}: {success_line(report)}; results in {output}")
     for reason in verdict.reasons:
         print(f"  {reason}")
-    return verdict
+    if (told := first_error(results)) is not None:
+        print(f"  {told}")
+    return verdict, int(report["trials"])
 
 
 def main(arguments: Sequence[str]) -> int:
     """The exit status."""
     command, config, folder = parse(arguments)
+    raise_errors(rollout_findings(config))
+    if command.replay < 0:
+        raise ValueError(f"--replay {command.replay}: a number of training samples is needed, for example --replay 64")
     if command.replay:
         if folder is None:
             raise ValueError("--replay: needs --checkpoint")
@@ -135,4 +142,8 @@ def main(arguments: Sequence[str]) -> int:
             write_json(Path(command.output) / "replay.json", result.to_dict())
         print(json.dumps({name: round(value, 4) for name, value in policy.summary().items()}))
         return DIFFERENT if result.differing else 0
-    return REJECTED if run_rollouts(command, config, folder).status == "rejected" else 0
+    verdict, finished = run_rollouts(command, config, folder)
+    if verdict.status == "rejected":
+        return REJECTED
+    # A simulator that never answers says nothing about the policy, and must not look like a result.
+    return 0 if finished else FAILED

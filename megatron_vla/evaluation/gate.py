@@ -18,7 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vla.evaluation.results import DESCRIPTION_FILE, read_trials, share_of, write_json
+from megatron_vla.evaluation.results import (
+    DESCRIPTION_FILE,
+    read_json,
+    read_trials,
+    share_of,
+    told_differences,
+    write_json,
+)
 from megatron_vla.evaluation.rollout import TrialResult
 from megatron_vla.evaluation.statistics import PairedTest
 from megatron_vla.training.checkpoint_folder import BEST_POINTER, EVALUATION_FOLDER, best_iteration, iteration_folder
@@ -112,12 +119,14 @@ def read_baseline(folder: Path, description: Mapping[str, Any]) -> list[TrialRes
     """Trials of another evaluation under the same conditions. Raises ValueError naming what differs."""
     stored = folder / DESCRIPTION_FILE
     if not stored.is_file():
-        raise ValueError(f"{folder}: no evaluation ({DESCRIPTION_FILE} is missing)")
-    known, wanted = json.loads(stored.read_text()), json.loads(json.dumps(description))
-    different = [k for k in ("environment", "settings", "replan_interval", "seed") if known.get(k) != wanted.get(k)]
-    if different:
-        told = "; ".join(f"{k}: {known.get(k)} there, {wanted.get(k)} now" for k in different)
-        raise ValueError(f"baseline {folder}: evaluated differently ({told})")
+        raise ValueError(f"baseline {folder}: no evaluation ({DESCRIPTION_FILE} is missing) -> name its folder with --baseline")
+    wanted = {k: description.get(k) for k in ("environment", "settings", "replan_interval", "seed")}
+    told = told_differences(read_json(stored), json.loads(json.dumps(wanted)))
+    if told:
+        raise ValueError(
+            f"baseline {folder}: evaluated differently ({'; '.join(told)}) -> evaluate one of the two again with the "
+            "other's flags, or name another evaluation with --baseline"
+        )
     return read_trials(folder)
 
 
@@ -154,7 +163,7 @@ def record_verdict(root: Path, iteration: int, verdict: Verdict, success: float 
     """Write the status, and on a promotion move the best pointer, in this order: a pointer never names an unjudged one."""
     status_file = root / EVALUATION_FOLDER / STATUS_FILE
     status_file.parent.mkdir(parents=True, exist_ok=True)
-    status = json.loads(status_file.read_text()) if status_file.is_file() else {}
+    status = read_json(status_file) if status_file.is_file() else {}
     status[str(iteration)] = {"success": success, **dataclasses.asdict(verdict)}
     write_json(status_file, status)
     if verdict.status == "promoted":

@@ -93,7 +93,8 @@ def open_checkpoint(path: Path) -> CheckpointFolder:
         return open_folder(path)
     found, remarks = find_latest(path)
     if found is None:
-        raise ValueError(f"{path}: no complete checkpoint here{''.join(f'; {r}' for r in remarks)}")
+        what = "no complete checkpoint here" if path.is_dir() else "no complete checkpoint here: there is no such folder"
+        raise ValueError(f"--checkpoint {path}: {what}{''.join(f'; {r}' for r in remarks)}")
     return found
 
 
@@ -127,6 +128,19 @@ def _one_process(device: torch.device) -> ParallelGroups:
         model_parallel_group=None,
         host_group=None,
     )
+
+
+def usable_device(name: str | None) -> torch.device:
+    """The device of that name (None: a GPU if there is one). Raises ValueError for one that is not there."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    there = ", ".join(("cpu", *(f"cuda:{i}" for i in range(gpus))))
+    try:
+        device = torch.device(name or ("cuda" if gpus else "cpu"))
+    except RuntimeError as problem:
+        raise ValueError(f"--eval-device {name}: no such device -> one of {there}") from problem
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= gpus):
+        raise ValueError(f"--eval-device {name}: this machine has no such device -> one of {there}")
+    return device
 
 
 def stored_preprocessor(folder: CheckpointFolder, dataset: str | None) -> ServedPreprocessor:
@@ -183,6 +197,12 @@ class Policy:
 
     def preprocess(self, observation: Observation) -> dict[str, Any]:
         """Arrays of one request, by the code that training uses. Raises ValueError for what the observation lacks."""
+        started = time.perf_counter()
+        arrays = self._preprocess(observation)
+        self.times.preprocess_seconds += time.perf_counter() - started
+        return arrays
+
+    def _preprocess(self, observation: Observation) -> dict[str, Any]:
         settings = self.preprocessor.settings
         missing = [key for key in self.camera_keys if key not in observation.images]
         if missing:
@@ -210,9 +230,7 @@ class Policy:
 
     def infer(self, observations: Sequence[Observation], noise: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Physical action chunks float32 [T, D], one per observation, computed in batches of up to `max_batch_size`."""
-        started = time.perf_counter()
         arrays = [self.preprocess(observation) for observation in observations]
-        self.times.preprocess_seconds += time.perf_counter() - started
         return self.infer_prepared(arrays, [o.state_D for o in observations], noise)
 
     def infer_prepared(
@@ -255,7 +273,7 @@ def load_policy(folder: CheckpointFolder, settings: PolicySettings, report: Any 
     if family.sample_actions is None:
         raise ValueError(f"{folder.path}: the family {family.name} has no sampling yet")
     preprocessor = stored_preprocessor(folder, settings.dataset)
-    device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = usable_device(settings.device)
     if settings.cuda_graph and device.type != "cuda":
         raise ValueError(f"--eval-cuda-graph: the policy is on {device} -> drop it, or use a GPU")
     module = family.build(config, _one_process(device))

@@ -44,17 +44,40 @@ def read_trials(folder: Path) -> list[TrialResult]:
     return list(results.values())
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises ValueError naming the file when it is damaged."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
+        raise ValueError(f"{path}: damaged ({problem}) -> delete it, or name a new --output folder") from problem
+    return content
+
+
+def told_differences(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """What of `wanted` differs in `known`; of nested settings only those that do."""
+    told = []
+    for key, value in wanted.items():
+        there = known.get(key)
+        if isinstance(there, dict) and isinstance(value, dict):
+            told += [f"{key}.{text}" for text in told_differences(there, value)]
+        elif there != value:
+            told.append(f"{key}: {there} there, {value} now")
+    return told
+
+
 class ResultFolder:
     """An evaluation's folder, new or gone on with. Raises ValueError when it belongs to another evaluation."""
 
     def __init__(self, path: Path, description: Mapping[str, Any]) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as failure:
+            raise ValueError(f"--output {path}: {failure.strerror} -> name a folder that can be written") from failure
         stored = path / DESCRIPTION_FILE
         wanted = json.loads(json.dumps(description))
         if stored.is_file():
-            known = json.loads(stored.read_text())
-            differences = [f"{k}: {known.get(k)} there, {v} now" for k, v in wanted.items() if known.get(k) != v]
+            differences = told_differences(read_json(stored), wanted)
             if differences:
                 raise ValueError(f"--output {path}: holds another evaluation ({'; '.join(differences)}) -> name a new folder")
         else:
@@ -73,6 +96,15 @@ class ResultFolder:
             file.flush()
             os.fsync(file.fileno())
         self.results.append(result)
+
+
+def first_error(results: Sequence[TrialResult]) -> str | None:
+    """How many trials ended in errors, and the last line of the first one; None without any."""
+    errors = [result for result in results if result.error is not None]
+    if not errors:
+        return None
+    lines = str(errors[0].error).strip().splitlines() or ["no message"]
+    return f"{len(errors)} trials ended in errors (all in {TRIALS_FILE}), first {errors[0].key}: {lines[-1]}"
 
 
 def share_of(results: Sequence[TrialResult]) -> Share:

@@ -75,6 +75,25 @@ def parse_observation_map(entries: tuple[str, ...]) -> dict[str, str]:
     return {left: right for left, _, right in pairs}
 
 
+def check_server(config: ServerConfig, cameras: tuple[str, ...]) -> None:
+    """Raise ValueError for a flag that would leave every client without an answer."""
+    for flag, value, least in (
+        ("--max-message-mib", config.max_message_mib, 1),
+        ("--max-batch-size", config.max_batch_size, 1),
+        ("--max-connections", config.max_connections, 1),
+        ("--max-wait-ms", config.max_wait_ms, 0),
+        ("--noise-seed", config.noise_seed, 0),
+    ):
+        if value < least:
+            raise ValueError(f"{flag} {value:g}: too small -> use {least} or more")
+    if not 0 <= config.port <= 65535:
+        raise ValueError(f"--port {config.port}: ports are 1 to 65535 -> 0 picks a free one")
+    known = (*cameras, config.state_key)
+    for name in parse_observation_map(config.observation_map):
+        if name not in known:
+            raise ValueError(f"--observation-map {name}=...: the checkpoint has no such feature -> one of {', '.join(known)}")
+
+
 @dataclass
 class _Request:
     arrays: dict[str, Any]
@@ -123,6 +142,7 @@ class PolicyServer:
     def __init__(self, policy: Policy, config: ServerConfig, metadata: Mapping[str, Any] | None = None) -> None:
         self.policy, self.config = policy, config
         self.names = parse_observation_map(config.observation_map)
+        check_server(config, policy.camera_keys)
         self.counts = ServerCounts()
         self.ready = asyncio.Event()
         self.address: tuple[str, int] = (config.host, config.port)

@@ -36,6 +36,8 @@ class Share:
 
     def __str__(self) -> str:
         low, high = self.interval
+        if not self.trials:
+            return "unknown (no trial has ended)"
         return f"{self.value:.0%} ({low:.0%} to {high:.0%}, {self.successes}/{self.trials})"
 
 

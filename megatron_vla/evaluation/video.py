@@ -40,8 +40,9 @@ def finished_film(film: Sequence[np.ndarray], text: str, succeeded: bool) -> lis
 
 
 def montage(films: Sequence[Sequence[np.ndarray]], columns: int) -> list[np.ndarray]:
-    """Films of one size side by side; shorter ones stay on their last picture."""
+    """Films side by side, in the size of the first; shorter ones stay on their last picture."""
     height, width = films[0][0].shape[:2]
+    films = [[_of_size(picture, height, width) for picture in film] for film in films]
     rows = -(-len(films) // columns)
     sheets = []
     for step in range(max(map(len, films))):
@@ -51,6 +52,33 @@ def montage(films: Sequence[Sequence[np.ndarray]], columns: int) -> list[np.ndar
             sheet[top : top + height, left : left + width] = film[min(step, len(film) - 1)]
         sheets.append(sheet)
     return sheets
+
+
+def _of_size(picture_HWC: np.ndarray, height: int, width: int) -> np.ndarray:
+    """A written film may have been made smaller."""
+    from PIL import Image
+
+    if picture_HWC.shape[:2] == (height, width):
+        return picture_HWC
+    return np.asarray(Image.fromarray(picture_HWC).resize((width, height), Image.Resampling.BILINEAR))
+
+
+def read_video(path: Path, fps: float) -> list[np.ndarray]:
+    """Pictures uint8 HWC of what `write_video` wrote, repeated where it left some out, so that they play at `fps`."""
+    if path.suffix == ".gif":
+        from PIL import Image, ImageSequence
+
+        with Image.open(path) as file:
+            # One picture with a longer duration stands for several equal ones.
+            shown = [(np.asarray(f.convert("RGB")), f.info.get("duration", 0) / 1e3) for f in ImageSequence.Iterator(file)]
+    else:
+        import av
+
+        with av.open(str(path)) as container:
+            stream = container.streams.video[0]
+            seconds = 1 / float(stream.average_rate or fps)
+            shown = [(frame.to_ndarray(format="rgb24"), seconds) for frame in container.decode(stream)]
+    return [picture for picture, seconds in shown for _ in range(max(1, round(seconds * fps)))]
 
 
 def _gif(film: Sequence[np.ndarray], fps: float) -> bytes:

@@ -8,6 +8,7 @@ Shape legend: E environments, K actions of a chunk that are executed, A action, 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import traceback
@@ -144,16 +145,22 @@ def _serve(connection: Connection, module: str, settings: EnvironmentSettings, n
             report = reset_slots(environment, command) if isinstance(command, Reset) else advance_slots(environment, command)
             report.seconds = time.perf_counter() - started
             connection.send(report)
-    except (EOFError, KeyboardInterrupt):
-        pass  # the evaluation has ended
+    except (EOFError, ConnectionError, KeyboardInterrupt):
+        pass  # the evaluation has ended, or was killed
     except ValueError as problem:
-        connection.send(SimulatorError(str(problem)))
+        _tell(connection, SimulatorError(str(problem)))
     except Exception:
-        connection.send(WorkerError(traceback.format_exc()))
+        _tell(connection, WorkerError(traceback.format_exc()))
     finally:
         if environment is not None:
             environment.close()
         connection.close()
+
+
+def _tell(connection: Connection, problem: Exception) -> None:
+    """Nobody may be there any more."""
+    with contextlib.suppress(ConnectionError):
+        connection.send(problem)
 
 
 class Worker:

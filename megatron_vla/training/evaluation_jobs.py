@@ -145,7 +145,10 @@ class EvaluationJobs:
         mark.unlink(missing_ok=True)
         verdict_file = mark.parent / VERDICT_FILE
         if status not in (0, 3) or not verdict_file.is_file():
-            return f"evaluation of iteration {iteration} failed with exit status {status}: see {mark.parent / LOG_FILE}"
+            log = mark.parent / LOG_FILE
+            said = log.read_text(errors="replace").strip().splitlines()[-1:] if log.is_file() else []
+            why = f" ({said[0][:300]})" if said else ""
+            return f"evaluation of iteration {iteration} failed with exit status {status}{why}: see {log}"
         report, verdict = json.loads((mark.parent / REPORT_FILE).read_text()), json.loads(verdict_file.read_text())
         if self.log is not None:
             self.log.evaluation(iteration, numbers_of(report, verdict))

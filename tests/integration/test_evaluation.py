@@ -153,13 +153,18 @@ def test_checkpoint_and_simulator_that_do_not_fit(save: Path, tmp_path: Path) ->
             ("--eval-action-repeat", "1"),
             "the simulator would take 80 -> use --eval-action-repeat 4",
         ),
-        (("--eval-tasks", "drawer-shut"), "MetaWorld has no task 'drawer-shut'"),
+        (("--eval-tasks", "drawer-shut"), "--eval-tasks drawer-shut: MetaWorld has no such task -> near: drawer"),
         (("--eval-suite", "mt11"), "--eval-suite mt11: MetaWorld has mt10, mt50, mt1"),
         (("--eval-camera-map", "observation.images.top=front"), "needs camera front; metaworld has observation.images.top"),
         (("--eval-camera-map", "top=front"), "--eval-camera-map top: the checkpoint has cameras"),
         (("--eval-replan-interval", "7"), "the chunk has 6 actions"),
         (("--eval-options", "x=1"), "this simulator reads none"),
-        (("--eval-gate", "min_sucess=1"), "--eval-gate 'min_sucess=1'"),
+        (("--eval-trials-per-task", "0"), "--eval-trials-per-task: 0 is too small"),
+        (("--eval-inference-steps", "-2"), "--eval-inference-steps: -2 is too small"),
+        (("--eval-device", "gpu"), "--eval-device gpu: no such device -> one of cpu"),
+        (("--eval-device", "cuda:99"), "--eval-device cuda:99: this machine has no such device"),
+        (("--replay", "-5"), "--replay -5"),
+        (("--eval-gate", "min_sucess=1"), "--eval-gate: 'min_sucess=1'"),
     ):
         with pytest.raises(ValueError, match=message.replace("(", r"\(")):
             main(["--checkpoint", str(save), *output, *flags])
@@ -177,7 +182,7 @@ def test_training_refuses_an_evaluation_that_cannot_work(tmp_path: Path) -> None
         (("--eval-action-repeat", "2"), "use --eval-action-repeat 4"),
         (("--eval-gate", "success=1"), "--eval-gate: 'success=1'"),
         (("--eval-trials-per-task", "0"), "--eval-trials-per-task"),
-        (("--eval-tasks", "sweep-everything"), "no task 'sweep-everything'"),
+        (("--eval-tasks", "sweep-everything"), "--eval-tasks sweep-everything"),
     ):
         with pytest.raises(CheckError, match=message):
             prepare(parse_args([*flags, *more]), family, 1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -270,3 +272,31 @@ def test_every_task_has_an_expert_and_an_instruction() -> None:
     assert len(set(INSTRUCTIONS.values())) == 50
     assert task_name("drawer-open") == task_name("drawer-open-v3") == "drawer-open-v3"
     assert metaworld.CONTROL_HZ == 80
+
+
+WATCHED = """
+import sys, time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+import os
+from tools.record_demonstrations import exit_with_parent
+
+if __name__ == "__main__":
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=exit_with_parent) as pool:
+        print(pool.submit(os.getpid).result(), flush=True)
+        time.sleep(600)
+"""
+
+
+def test_a_killed_recorder_leaves_no_simulators(tmp_path: Path) -> None:
+    import psutil
+
+    script = tmp_path / "watched.py"
+    script.write_text(WATCHED)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    recorder = subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True)
+    assert recorder.stdout is not None
+    simulator = psutil.Process(int(recorder.stdout.readline()))
+    recorder.kill()
+    recorder.wait()
+    simulator.wait(timeout=300)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,16 @@ from megatron_vla.evaluation.environments import rendering
 from megatron_vla.evaluation.results import TRIALS_FILE
 from megatron_vla.evaluation.statistics import Share
 from megatron_vla.models.registry import MODEL_FAMILIES, model_family
-from tools.close_the_loop import RECIPES, LoopConfig, Training, comparison, evaluation_command, saved_steps, training_command
+from tools.close_the_loop import (
+    RECIPES,
+    LoopConfig,
+    Training,
+    comparison,
+    evaluation_command,
+    prepared_environment,
+    saved_steps,
+    training_command,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -113,6 +123,21 @@ def test_the_loop_closes(name: str, tmp_path: Path) -> None:
     assert "bit for bit equal" in result.stdout and "that interval, after 20 steps as well" in result.stdout
     compared = json.loads((tmp_path / "kept/run_plain/comparison.json").read_text())
     assert compared["steps"] == 20 and (tmp_path / "kept/run/report.md").is_file()
+
+
+def test_packages_of_another_python_are_refused_and_half_unpacked_ones_unpacked_again(tmp_path: Path) -> None:
+    own = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    for name in (f"madeup-1-{own}-{own}-any.whl", "madeuptoo-1-py3-none-any.whl"):
+        with zipfile.ZipFile(tmp_path / name, "w") as wheel:
+            wheel.writestr(f"{name.partition('-')[0]}/__init__.py", "")
+    site = tmp_path / f"site-{sys.implementation.cache_tag}"
+    site.with_name(f"{site.name}.partial").mkdir()
+    environment = prepared_environment(str(tmp_path), ("json",))
+    assert str(site) in environment["PYTHONPATH"] and {p.name for p in site.iterdir()} == {"madeup", "madeuptoo"}
+    sys.path.remove(str(site))
+    (tmp_path / "other-1-cp27-cp27m-any.whl").touch()
+    with pytest.raises(ValueError, match=r"other-1-cp27-cp27m-any\.whl is not for Python 3"):
+        prepared_environment(str(tmp_path), ("json",))
 
 
 def test_every_recipe_has_a_family() -> None:

@@ -42,6 +42,7 @@ BOX = {
 
 
 class FakeSpace:
+    shape = (1,)
     low, high, dtype = np.array([-1.0]), np.array([1.0]), np.dtype(np.float32)
 
 
@@ -92,6 +93,10 @@ def test_gymnasium_says_what_is_missing_or_wrong(monkeypatch: pytest.MonkeyPatch
         gymnasium_suite.tasks(EnvironmentSettings(suite="Line-v0"))
     with pytest.raises(ValueError, match="--eval-options colour: this simulator reads images, state"):
         gymnasium_suite.tasks(EnvironmentSettings(suite="Line-v0", options={**BOX, "colour": 1}))
+    wrong_values = {"images": "pixels", "state": 3, "fps": "fast", "kwargs": 1, "success": "reward>=x"}
+    for key, value in wrong_values.items():
+        with pytest.raises(ValueError, match=f"--eval-options {key}="):
+            gymnasium_suite.tasks(EnvironmentSettings(suite="Line-v0", options={**BOX, key: value}))
     with pytest.raises(ValueError, match="success='maybe'"):
         gymnasium_suite.BACKEND.build(EnvironmentSettings(suite="Line-v0", options={**BOX, "success": "maybe"}))  # type: ignore[misc]
     wrong = gymnasium_suite.BACKEND.build(EnvironmentSettings(suite="Line-v0", options={**BOX, "state": "velocity/y"}))  # type: ignore[misc]

@@ -237,6 +237,21 @@ def test_bad_observation_map_is_named(policy: Policy) -> None:
         PolicyServer(policy, ServerConfig(observation_map=("top",)))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_message_mib": 0}, "--max-message-mib 0"),
+        ({"max_batch_size": 0}, "--max-batch-size 0"),
+        ({"max_wait_ms": -1.0}, "--max-wait-ms -1"),
+        ({"port": 70000}, "--port 70000"),
+        ({"observation_map": ("observation.image=a",)}, "--observation-map observation.image=...: the checkpoint has no such"),
+    ],
+)
+def test_bad_server_flags_are_named(policy: Policy, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PolicyServer(policy, ServerConfig(**change))
+
+
 def test_checkpoint_of_mock_data_cannot_act(tmp_path: Path) -> None:
     from training_fixtures import build_run, config_saving_to
 

@@ -19,9 +19,10 @@ from megatron_vla.evaluation.environments import interface
 from megatron_vla.evaluation.environments.interface import EnvironmentSettings, environment_backend
 from megatron_vla.evaluation.gate import judge, paired_test, parse_gate, record_verdict
 from megatron_vla.evaluation.plan import list_trials, parse_options
-from megatron_vla.evaluation.results import ResultFolder, read_trials
+from megatron_vla.evaluation.results import ResultFolder, first_error, read_trials
 from megatron_vla.evaluation.rollout import ActRequest, Rollout, RolloutSettings, TrialQueue, TrialResult
 from megatron_vla.evaluation.statistics import PairedTest, Share, binomial_tail
+from megatron_vla.evaluation.video import read_video
 from megatron_vla.evaluation.worker import SimulatorError
 from megatron_vla.training.checkpoint_folder import BEST_POINTER, best_iteration, in_use_file, remove_old
 
@@ -159,6 +160,34 @@ def test_evaluation_reports_films_and_goes_on_where_it_was_killed(tmp_path: Path
     with pytest.raises(ValueError, match=r"holds another evaluation .seed: 0 there, 1 now"):
         closed_loop.evaluate(dataclasses.replace(CONFIG, eval_seed=1), tmp_path, None, {"name": "expert"}, said.append)
     assert description["settings"]["suite"] == "line" and len(results) == 6
+
+
+def test_a_resumed_evaluation_has_the_whole_montage(tmp_path: Path) -> None:
+    closed_loop.evaluate(CONFIG, tmp_path, None, {"name": "expert"}, lambda text: None)
+    whole = read_video(tmp_path / "montage.gif", 10.0)
+    lines = (tmp_path / "trials.jsonl").read_text().splitlines()
+    for number in (1, len(lines)):  # killed after the first film, or before the montage
+        (tmp_path / "montage.gif").unlink()
+        (tmp_path / "trials.jsonl").write_text("".join(f"{line}\n" for line in lines[:number]))
+        closed_loop.evaluate(CONFIG, tmp_path, None, {"name": "expert"}, lambda text: None)
+        again = read_video(tmp_path / "montage.gif", 10.0)
+        assert again[0].shape == whole[0].shape and abs(len(again) - len(whole)) <= 1
+
+
+def test_errors_are_told() -> None:
+    failed = dataclasses.replace(outcome("a", 1, False), error="Traceback\nRuntimeError: physics exploded\n")
+    told = first_error([outcome("a", 0, True), failed])
+    assert told is not None and told.startswith("1 trials") and told.endswith("first a/1: RuntimeError: physics exploded")
+    assert first_error([outcome("a", 0, True)]) is None
+
+
+def test_damaged_and_unwritable_folders_are_named(tmp_path: Path) -> None:
+    (tmp_path / "evaluation.json").write_text("{")
+    with pytest.raises(ValueError, match=r"evaluation\.json: damaged"):
+        ResultFolder(tmp_path, {"seed": 0})
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--output .*file/x: Not a directory"):
+        ResultFolder(tmp_path / "file/x", {"seed": 0})
 
 
 def test_errors_run_again_on_resume(tmp_path: Path) -> None:

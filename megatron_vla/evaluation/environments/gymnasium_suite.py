@@ -67,7 +67,22 @@ def options_of(settings: EnvironmentSettings) -> dict[str, Any]:
     if missing:
         presets = ", ".join(PRESETS)
         raise ValueError(f"--eval-suite {settings.suite}: add --eval-options {missing[0]}=..., or use one of {presets}")
+    check_observation_options(options)
+    success_test(str(options["success"]))
+    if not isinstance(options["kwargs"], dict):
+        raise ValueError(f"--eval-options kwargs={options['kwargs']}: write a JSON object: kwargs='{{\"maze\": 1}}'")
     return options
+
+
+def check_observation_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError naming the key of --eval-options whose value cannot be a map, a path or a rate."""
+    images, state, fps = options["images"], options["state"], options["fps"]
+    if not isinstance(images, dict) or not images or not all(isinstance(path, str) for path in images.values()):
+        raise ValueError(f'--eval-options images={images}: write images=\'{{"CHECKPOINT_CAMERA": "PATH"}}\'')
+    if not (isinstance(state, str) or (isinstance(state, list) and state and all(isinstance(path, str) for path in state))):
+        raise ValueError(f'--eval-options state={state}: write state=PATH, or state=\'["PATH", "PATH"]\'')
+    if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not fps > 0:
+        raise ValueError(f"--eval-options fps={fps}: write the actions per second of the environment, for example fps=20")
 
 
 def tasks(settings: EnvironmentSettings) -> list[TaskSpec]:
@@ -95,9 +110,18 @@ def success_test(rule: str) -> Any:
         return lambda reward, terminated, info: bool(terminated)
     if rule.startswith("info:"):
         key = rule.removeprefix("info:")
-        return lambda reward, terminated, info: bool(info[key])
+
+        def told(reward: float, terminated: bool, info: Mapping[str, Any]) -> bool:
+            if key not in info:
+                raise ValueError(f"--eval-options success={rule}: info has {', '.join(map(str, info)) or 'no keys'}")
+            return bool(info[key])
+
+        return told
     if rule.startswith("reward>="):
-        threshold = float(rule.removeprefix("reward>="))
+        try:
+            threshold = float(rule.removeprefix("reward>="))
+        except ValueError as problem:
+            raise ValueError(f"--eval-options success={rule}: a number is needed, for example reward>=4") from problem
         return lambda reward, terminated, info: float(reward) >= threshold
     raise ValueError(f"--eval-options success={rule!r}: use info:KEY, terminated, or reward>=NUMBER")
 
@@ -112,10 +136,6 @@ class GymnasiumEnvironment:
             raise ValueError(
                 "--eval-wait-steps, --eval-rotate-images: a Gymnasium environment has no do-nothing action or cameras"
             )
-        if options.get("mujoco"):
-            from megatron_vla.evaluation.environments.rendering import choose_backend
-
-            os.environ["MUJOCO_GL"] = choose_backend()
         # pygame would open a window.
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
         try:
@@ -125,6 +145,10 @@ class GymnasiumEnvironment:
         except ImportError as failure:
             extra = EXTRAS.get(module, "eval")
             raise ValueError(f"{settings.suite} is not installed ({failure}) -> pip install -e '.[{extra}]'") from failure
+        except (gymnasium.error.Error, TypeError) as failure:
+            # An unknown id, or keywords that the environment does not take: no repetition helps.
+            told = f"gymnasium.make with --eval-options kwargs={options['kwargs']} failed: {failure}"
+            raise ValueError(f"--eval-suite {settings.suite}: {told}") from failure
         self.settings = settings
         self._images: dict[str, str] = dict(options["images"])
         self._state = [options["state"]] if isinstance(options["state"], str) else list(options["state"])
@@ -150,6 +174,9 @@ class GymnasiumEnvironment:
     def step(self, action_A: np.ndarray, render: bool = True) -> StepResult:
         """See Environment. Actions are clipped to the action space."""
         space = self.environment.action_space
+        if np.shape(action_A) != space.shape:
+            told = f"the policy's actions have shape {list(np.shape(action_A))}, its action space {list(space.shape)}"
+            raise ValueError(f"--eval-suite {self.settings.suite}: {told} -> choose the environment that the data is from")
         action = np.clip(action_A, space.low, space.high).astype(space.dtype)
         succeeded = ended = False
         for _ in range(self.settings.action_repeat):
@@ -180,6 +207,6 @@ BACKEND = EnvironmentBackend(
     build=GymnasiumEnvironment,
     fps=lambda settings: float(options_of(settings)["fps"]) / settings.action_repeat,
     robot_type="gymnasium",
-    uses_mujoco=False,
+    uses_mujoco=lambda settings: bool(options_of(settings).get("mujoco")),
     packages=("gymnasium",),
 )

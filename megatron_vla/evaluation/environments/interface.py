@@ -169,7 +169,7 @@ class EnvironmentBackend:
     fps: Callable[[EnvironmentSettings], float]
     robot_type: str
     has_expert: bool = False
-    uses_mujoco: bool = True
+    uses_mujoco: Callable[[EnvironmentSettings], bool] = lambda settings: True
     """Whether MUJOCO_GL has to be chosen before it is imported (see rendering.py)."""
     packages: tuple[str, ...] = ()
     """Distributions whose versions belong into a report."""

@@ -159,6 +159,6 @@ BACKEND = EnvironmentBackend(
     build_vector=IsaacLabEnvironment,
     fps=lambda settings: float(options_of(settings)["fps"]) / settings.action_repeat,
     robot_type="isaac_lab",
-    uses_mujoco=False,
+    uses_mujoco=lambda settings: False,
     packages=("isaaclab",),
 )

@@ -87,7 +87,7 @@ def task_name(name: str) -> str:
     if full not in INSTRUCTIONS:
         near = difflib.get_close_matches(full, INSTRUCTIONS, n=3)
         known = f"near: {', '.join(near)}" if near else f"known: {', '.join(INSTRUCTIONS)}"
-        raise ValueError(f"MetaWorld has no task {name!r} ({known})")
+        raise ValueError(f"--eval-tasks {name}: MetaWorld has no such task -> {known}")
     return full
 
 

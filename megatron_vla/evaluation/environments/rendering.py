@@ -92,7 +92,8 @@ def choose_backend() -> str:
             return backend
         failures[backend] = failure
     tried = "; ".join(f"MUJOCO_GL={name}: {message}" for name, message in failures.items())
-    raise ValueError(f"no GL library can render without a screen here ({tried}) -> {INSTALL_HINT}")
+    way_out = "unset MUJOCO_GL, so that a library that works is chosen" if asked else INSTALL_HINT
+    raise ValueError(f"no GL library can render without a screen here ({tried}) -> {way_out}")
 
 
 def set_fast_quality(model: Any) -> None:
