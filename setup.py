@@ -33,7 +33,10 @@ def cuda_extensions() -> list[Extension]:
     if wanted and shutil.which("nvcc") is None:
         print(f"nvcc not found: {len(wanted)} CUDA kernel(s) skipped ({', '.join(sorted(wanted))})")
         return []
-    return [Extension(f"megatron_vla.kernels.{name}.launcher", files) for name, files in sorted(wanted.items())]
+    headers = sorted(map(str, ROOT.glob("kernels/*/csrc/*.cuh")))
+    return [
+        Extension(f"megatron_vla.kernels.{name}.launcher", files, depends=headers) for name, files in sorted(wanted.items())
+    ]
 
 
 class NvccBuild(build_ext):

@@ -92,6 +92,7 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int, pr
             "precision": _precision(config),
             "gpu": name or "none (CPU)",
             "num_gpus": groups.world_size,
+            "samples_per_step": config.global_batch_size(groups.world_size),
             "samples_per_s": round(samples / step_ms * 1e3, 2),
             "step_ms": round(step_ms, 2),
             "step_ms_min_max": [round(min(times_ms), 2), round(max(times_ms), 2)],
@@ -268,8 +269,8 @@ def _run_rung(rung: dict[str, Any], flags: list[str], arguments: argparse.Namesp
 
 
 def _compare(results: list[dict[str, Any]]) -> None:
-    """Loss difference of the last rung to the nearest earlier one that ran."""
-    earlier = [r for r in results[:-1] if "losses" in r]
+    """Loss difference of the last rung to the nearest earlier one that trained on the same samples."""
+    earlier = [r for r in results[:-1] if r.get("samples_per_step") == results[-1]["samples_per_step"]]
     if earlier:
         differences = [abs(a - b) for a, b in zip(results[-1]["losses"], earlier[-1]["losses"], strict=True)]
         results[-1]["loss_vs_previous"] = {"mae": sum(differences) / len(differences), "max": max(differences)}

@@ -52,6 +52,8 @@ class DelayedScaling:
         self._slots[:, : RECIPROCAL + 1] = 1.0
         # Newest first.
         self._history = torch.zeros(history_length, count, device=device)
+        # Operands of layers that a checkpoint knows: without a history too, they go on as they were.
+        self._is_loaded = torch.zeros(count, dtype=torch.bool, device=device)
         limits = [torch.finfo(dtype).max for dtype in OPERANDS.values()]
         self._limits = torch.tensor(limits, device=device).repeat(len(layers))
         CALIBRATION.active = True
@@ -89,8 +91,9 @@ class DelayedScaling:
     def forget_passes(self) -> None:
         """After passes that were no training (compiling): their magnitudes, and factors that were taken from them, go."""
         self._slots[:, LARGEST] = 0.0
-        has_history = self._history.amax(0) > 0
-        self._slots[:, IS_KNOWN] = torch.where(has_history, self._slots[:, IS_KNOWN], 0.0)
+        stays = (self._history.amax(0) > 0) | self._is_loaded
+        for column, value in ((SCALE, 1.0), (RECIPROCAL, 1.0), (IS_KNOWN, 0.0)):
+            self._slots[:, column] = torch.where(stays, self._slots[:, column], value)
 
     def state(self) -> dict[str, dict[str, list[float]]]:
         """Histories by layer and operand, newest first, of the operands that were met; for `load`."""
@@ -100,16 +103,21 @@ class DelayedScaling:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-        """Take the stored histories of this rank's layers (cut or filled with zeros to this run's length); a line to print."""
+        """Take the stored histories of this rank's layers (cut or filled with zeros to this run's length); a line to print.
+
+        Layers that are not among them take factors from the data of this run's first step, as a new run does.
+        """
         history = torch.zeros_like(self._history, device="cpu")
-        found = 0
+        is_loaded = torch.tensor([layer in state for layer in self.layers], dtype=torch.bool)
         for number, layer in enumerate(self.layers):
             for place, operand in enumerate(OPERANDS):
                 stored = list(state.get(layer, {}).get(operand, ()))[: len(history)]
                 history[: len(stored), number * len(OPERANDS) + place] = torch.tensor(stored)
-            found += layer in state
         self._history.copy_(history)
+        self._is_loaded.copy_(is_loaded.repeat_interleave(len(OPERANDS)))
         self._set_factors()
-        # Layers that share their input with the first of a merged product have no operands of their own, stored or not.
-        CALIBRATION.active = found == 0
-        return f"loaded FP8 magnitudes of {found} of {len(self.layers)} layers"
+        self._slots[:, IS_KNOWN] = torch.where(self._is_loaded, 1.0, self._slots[:, IS_KNOWN])
+        # Layers that share their input with the first of a merged product have no operands of their own, stored or not:
+        # whether others are missing, the first step shows.
+        CALIBRATION.active = not bool(is_loaded.all())
+        return f"loaded FP8 magnitudes of {int(is_loaded.sum())} of {len(self.layers)} layers"

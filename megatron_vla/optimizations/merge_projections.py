@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_vla.config.optimization import OptimizationConfig
-from megatron_vla.kernels.gated_gelu.op import IS_BUILT
+from megatron_vla.kernels.gated_gelu import op as gated_gelu
+from megatron_vla.kernels.joined_gradients import op as joined_gradients
 from megatron_vla.models.common.decoder_layer import GatedMlp
 from megatron_vla.models.common.joined_parameters import make_neighbours
 from megatron_vla.models.common.merged_linear import MergesProjections, projection_groups
@@ -33,6 +34,13 @@ def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, rep
     if config.neighbouring_weights:
         line += f", {sum(map(make_neighbours, groups))} of which read neighbours in memory"
     if any(isinstance(module, GatedMlp) and module.activation == "gelu_tanh" for module in merging):
-        line += "; gated GELU: " + ("the fused kernel" if IS_BUILT else "PyTorch operations (kernels/gated_gelu was not built)")
+        line += f"; gated GELU: {_code('gated_gelu', gated_gelu.IS_BUILT)}"
+    if any(isinstance(group[0].bias, Tensor) for group in groups):
+        line += f"; gradients of biased products: {_code('joined_gradients', joined_gradients.IS_BUILT)}"
     report(line)
     return model
+
+
+def _code(kernel: str, is_built: bool) -> str:
+    """Which code runs, of a kernel that takes what its conditions allow."""
+    return "the fused kernel" if is_built else f"PyTorch operations (kernels/{kernel} was not built)"

@@ -156,6 +156,30 @@ def test_untouched_rows_are_skipped_and_every_bit_stays(gradient: torch.dtype, d
     assert kernel.num_untouched_pieces() == 41 - len(seen) - 1
 
 
+def test_a_gradient_at_an_odd_address_leaves_nothing_known() -> None:
+    """That step fills moments element by element; at the next aligned one they must not count as untouched."""
+    fused, plain = (
+        AdamW(
+            [("p", nn.Parameter(torch.ones(4096, device="cuda")))],
+            OptimizerConfig(**{**CONFIG, "weight_decay": 0.0, "fused_adam": fused_adam}),
+        )
+        for fused_adam in (True, False)
+    )
+    assert fused._kernels is not None
+    kernel = next(iter(fused._kernels.values()))
+    storage = torch.zeros(4097, device="cuda")
+    aligned, odd = storage[:4096], storage[1:]
+    scale = torch.tensor(1.0, device="cuda", dtype=torch.float64)
+    for step, gradient in enumerate((aligned, odd, aligned)):
+        storage.fill_(1.0 if step == 1 else 0.0)
+        for optimizer in (fused, plain):
+            optimizer.advance(1e-2)
+            optimizer.step([gradient.clone() if optimizer is plain else gradient], scale, None)
+        assert kernel.num_untouched_pieces() == (2 if step == 0 else 0)
+        for found, expected in zip(state_of(fused), state_of(plain), strict=True):
+            assert torch.equal(found, expected), step
+
+
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])
 def test_a_scale_that_is_not_finite_spoils_untouched_rows_too(scale: float) -> None:
     """Without the finite check nothing is hidden."""

@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from megatron_vla.config.check import check
 from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.config.run import parse_args
+from megatron_vla.models.common.attention_mask import read_mask, tensors_of
 from megatron_vla.models.common.side_stream import SideStream
 from megatron_vla.models.pi05.family import FAMILY
 from megatron_vla.models.pi05.model import Pi05Model
@@ -79,6 +80,18 @@ def test_what_the_expert_reads_is_announced(monkeypatch: pytest.MonkeyPatch) -> 
     # Suffix, condition, cosines, sines, mask.
     assert [len(tensors) for tensors in told] == [5 + 2, 2, 1]
     assert all(t.ndim == 4 for t in told[1])
+
+
+@pytest.mark.parametrize(
+    ("backend", "count"), [("sdpa", 1), ("eager", 1), ("varlen", 2), ("flash_attn", 2), ("flex", 8)], ids=str
+)
+def test_every_form_of_a_mask_is_announced(backend: Any, count: int) -> None:
+    """Backward reads what is in it on the second stream, when the first could long have its memory again."""
+    is_valid_BK = torch.ones(2, 200, dtype=torch.bool)
+    tensors = tensors_of(read_mask(backend, torch.ones(2, 3, dtype=torch.bool), is_valid_BK, torch.float32))
+    assert len({t.data_ptr() for t in tensors}) >= count and all(isinstance(t, Tensor) for t in tensors)
+    if backend == "flex":  # its rule reads validity, filled up to whole blocks
+        assert any(t.dtype == torch.bool and t.shape == (2, 256) for t in tensors)
 
 
 def test_it_is_printed_and_needs_an_expert() -> None:

@@ -243,9 +243,38 @@ def test_a_run_trains_near_bf16_and_resumes_to_the_bit(groups: ParallelGroups) -
     stored = first.state.fp8_scaling.state()
     resumed = run(*delayed)
     line = resumed.state.fp8_scaling.load(stored)
-    assert f"of {len(resumed.state.fp8_scaling.layers)} layers" in line and not CALIBRATION.active
+    assert f"of {len(resumed.state.fp8_scaling.layers)} layers" in line
     for name in ("_slots", "_history"):
         assert torch.equal(getattr(first.state.fp8_scaling, name), getattr(resumed.state.fp8_scaling, name)), name
+
+
+def test_layers_that_a_checkpoint_does_not_know_take_factors_from_the_data() -> None:
+    """As after a change of --merge-projections. Known layers go on as they were, operands that never had a number too."""
+    made, scaling = layers((16, 32))
+    nothing = [0.0, 0.0, 0.0]
+    line = scaling.load({"0": {"rows": [1.0, 0.0, 0.0], "weight": [2.0, 0.0, 0.0], "gradient": nothing}})
+    assert line == "loaded FP8 magnitudes of 1 of 2 layers"
+    known, unknown = scaling.slots_of("0"), scaling.slots_of("1")
+    rows = drawn(16, 64, seed=1, factor=30.0)
+    for is_warm_up in (True, False):
+        factor = 1e3 if is_warm_up else 1.0
+        for layer in made:
+            output = layer(factor * rows)
+            output.backward(torch.full_like(output, 1e-7 * factor))
+        assert float(known.rows[SCALE]) == 256.0 and float(known.weight[SCALE]) == 128.0 and float(known.gradient[SCALE]) == 1.0
+        assert unknown.rows[SCALE] == factor_of(factor * rows, E4M3)
+        assert float(unknown.gradient[SCALE]) > 1e8
+        if is_warm_up:
+            scaling.forget_passes()
+            assert unknown.rows.tolist() == [1.0, 1.0, 0.0, 0.0]
+    scaling.roll(None)
+    assert not CALIBRATION.active and float(known.gradient[SCALE]) > 1e9
+
+
+def test_a_checkpoint_that_knows_all_layers_calibrates_nothing() -> None:
+    _, scaling = layers((16,))
+    scaling.load({"0": {"rows": [1.0], "weight": [1.0], "gradient": [1.0]}})
+    assert not CALIBRATION.active
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_on_equals_off(skip_dead: bool) -> None:
     model = apply_optimizations(tiny_model(skip_dead_compute=skip_dead), MERGED, FAMILY, lines.append)
     # Per joint layer and stream: q, k, v and gate, up; per vision layer: q, k, v. Two layers each.
     start = "merged projections: 26 linear layers in 10 products, 10 of which read neighbours in memory; gated GELU: "
-    assert len(lines) == 1 and lines[0].startswith(start)
+    assert len(lines) == 1 and lines[0].startswith(start) and "; gradients of biased products: " in lines[0]
     assert list(model.state_dict()) == list(plain.state_dict())
     model.load_state_dict(plain.state_dict())
     losses = [float(mean_loss(m, batch).detach()) for m in (plain, model)]

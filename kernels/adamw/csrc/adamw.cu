@@ -169,6 +169,9 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(
             const unsigned found = any_of_block(has_moments, &nonzero);
             if (threadIdx.x == 0) known_of_block[blockIdx.x] = Known{all & ~found, found};
         }
+    } else if (threadIdx.x == 0) {
+        // Gradients may lie elsewhere at the next call, where vectors fit: what was known is of the moments before this step.
+        known_of_block[blockIdx.x] = Known{0, 0};
     }
     for (int64_t i = done + threadIdx.x; i < end; i += kThreads) {
         float main = row.main[i], exp_avg = row.exp_avg[i], exp_avg_sq = row.exp_avg_sq[i];

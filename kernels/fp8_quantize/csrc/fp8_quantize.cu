@@ -14,6 +14,8 @@
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
+#include "../../gated_gelu/csrc/gelu.cuh"
+
 namespace {
 
 constexpr int kTile = 128;
@@ -23,8 +25,6 @@ constexpr int kRows = 4;                        // of a piece: one transposed wo
 constexpr int kChunks = kTile / kColumns;       // 16
 constexpr int kWords = kTile / kRows;           // 32 words in a column of the tile
 constexpr int kPasses = kChunks * kWords / kThreads;
-constexpr float kBeta = 0.7978845608028654f;    // sqrt(2 / pi)
-constexpr float kKappa = 0.044715f;
 
 __device__ __forceinline__ void load8(const __nv_bfloat16* address, float (&values)[kColumns]) {
     const uint4 bits = __ldcs(reinterpret_cast<const uint4*>(address));
@@ -35,17 +35,6 @@ __device__ __forceinline__ void load8(const __nv_bfloat16* address, float (&valu
         values[2 * i] = __uint_as_float(words[i] << 16);
         values[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
     }
-}
-
-__device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
-
-// (gelu, gelu's derivative), as torch computes them.
-__device__ __forceinline__ float2 gelu_and_slope(float x) {
-    const float square = x * x;
-    const float tanh_inner = tanhf(kBeta * (x + kKappa * (square * x)));
-    const float left = 0.5f * x, right = 1.0f + tanh_inner;
-    const float slope = 0.5f * right + left * (1.0f - tanh_inner * tanh_inner) * (kBeta * (1.0f + 3.0f * kKappa * square));
-    return make_float2(left * right, slope);
 }
 
 // Sources: `read` gives eight columns of one row of each of kParts matrices of `width` columns that lie side by side in the result.
@@ -70,8 +59,7 @@ struct GatedGelu {
         load8(gate_up + row * 2 * width + width + column, up);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-            const float inner = kBeta * (gate[i] + kKappa * (gate[i] * gate[i] * gate[i]));
-            result[0][i] = rounded(rounded(0.5f * gate[i] * (1.0f + tanhf(inner))) * up[i]);
+            result[0][i] = rounded(rounded(gelu(gate[i])) * up[i]);
         }
     }
 };
@@ -130,7 +118,7 @@ __device__ __forceinline__ void transpose4(const uint32_t (&rows)[4], uint32_t (
 template <typename Source, __nv_fp8_interpretation_t kFormat>
 __global__ void __launch_bounds__(kThreads) quantize_kernel(Source source, Output output, float* slot) {
     constexpr int kParts = Source::kParts;
-    __shared__ uint32_t tile[kParts][kTile * kWords];
+    __shared__ __align__(8) uint32_t tile[kParts][kTile * kWords];  // read in pairs of words
     __shared__ uint32_t warp_largest[kThreads / 32];
     const float scale = slot[0];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

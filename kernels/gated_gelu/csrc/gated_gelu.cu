@@ -8,12 +8,12 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
+#include "gelu.cuh"
+
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kVector = 8;
-constexpr float kBeta = 0.7978845608028654f;  // sqrt(2 / pi)
-constexpr float kKappa = 0.044715f;
 
 struct alignas(16) Vector {
     __nv_bfloat162 pairs[kVector / 2];
@@ -27,22 +27,6 @@ __device__ __forceinline__ Vector load(const __nv_bfloat16* address) {
 
 __device__ __forceinline__ void store(__nv_bfloat16* address, const Vector& vector) {
     *reinterpret_cast<uint4*>(address) = *reinterpret_cast<const uint4*>(&vector);
-}
-
-__device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
-
-__device__ __forceinline__ float gelu(float x) {
-    const float inner = kBeta * (x + kKappa * (x * x * x));
-    return 0.5f * x * (1.0f + tanhf(inner));
-}
-
-// (gelu, gelu's derivative), as torch computes them.
-__device__ __forceinline__ float2 gelu_and_slope(float x) {
-    const float square = x * x;
-    const float tanh_inner = tanhf(kBeta * (x + kKappa * (square * x)));
-    const float left = 0.5f * x, right = 1.0f + tanh_inner;
-    const float slope = 0.5f * right + left * (1.0f - tanh_inner * tanh_inner) * (kBeta * (1.0f + 3.0f * kKappa * square));
-    return make_float2(left * right, slope);
 }
 
 __global__ void __launch_bounds__(kThreads) forward_kernel(const __nv_bfloat16* gate_up, __nv_bfloat16* output, int64_t width) {

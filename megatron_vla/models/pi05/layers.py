@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_vla.models.common.attention import attend, token_positions
-from megatron_vla.models.common.attention_mask import LENGTH_BACKENDS, AttentionBackend, ReadMask, read_mask
+from megatron_vla.models.common.attention_mask import LENGTH_BACKENDS, AttentionBackend, ReadMask, read_mask, tensors_of
 from megatron_vla.models.common.decoder_layer import AttentionProjections, GatedMlp, KeyValue
 from megatron_vla.models.common.normalization import AdaptiveRMSNorm, RMSNorm
 from megatron_vla.models.common.rotary import RotaryTable, rotary_table
@@ -44,8 +44,7 @@ class AttentionPlan:
 
     def read_by_suffix(self) -> list[Tensor]:
         """Every tensor here that the action stream reads."""
-        tensors = [*self.suffix_rotary, self.suffix_mask]
-        return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+        return [*self.suffix_rotary, *tensors_of(self.suffix_mask)]
 
     def attend_prefix(self, query_BNPD: Tensor, prefix: KeyValue, backend: AttentionBackend) -> Tensor:
         """Prefix tokens read prefix tokens: [B, P, N * D]."""
