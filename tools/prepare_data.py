@@ -22,14 +22,16 @@ from tqdm import tqdm
 from megatron_vla.config.cli import StrictParser, add_section, build_section
 from megatron_vla.data.conversion import (
     ConversionSettings,
+    ShardPlan,
     ShardResult,
+    alone_in,
     convert_shard,
     merge_shards,
     plan_shards,
     run_in_processes,
     stamped,
 )
-from megatron_vla.data.conversion_source import open_source
+from megatron_vla.data.conversion_source import ConversionSource, open_source
 from megatron_vla.data.dataset_check import CheckSettings, check_dataset
 
 
@@ -74,11 +76,19 @@ class PrepareConfig:
 def convert(config: PrepareConfig, source_path: Path, output: Path) -> int:
     """Convert what is missing, merge, check; returns the number of errors found in the result. Raises ValueError."""
     work = output.with_name(output.name + ".partial")
-    if config.overwrite:
-        shutil.rmtree(work, ignore_errors=True)
     source = open_source(source_path, config.mapping, str(work / "index"))
     settings = ConversionSettings(config.storage, config.video_codec, config.crf, config.gop, config.verify_frames)
     plans = plan_shards(source, source_path, config.mapping, work, settings, config.episodes_per_shard)
+    with alone_in(work):
+        if config.overwrite:
+            for folder in (*work.glob("shard-*"), work / "dataset"):
+                shutil.rmtree(folder, ignore_errors=True)
+        return _convert_plans(config, source, plans, work, output)
+
+
+def _convert_plans(
+    config: PrepareConfig, source: ConversionSource, plans: Sequence[ShardPlan], work: Path, output: Path
+) -> int:
     if work.is_dir() and any(work.glob("shard-*")) and not any(stamped(plan) for plan in plans):
         print(f"note: {work} holds no shard of these settings; all are made anew")
     found = {plan.number: stamped(plan) for plan in plans}
@@ -122,7 +132,8 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     try:
         return 1 if convert(config, Path(config.input), output) else 0
-    except ValueError as problem:
+    except (ValueError, OSError) as problem:
+        # OSError: a full disk, a file that went away; its text has the name.
         print(problem, file=sys.stderr)
         print("nothing that is done is lost: the same command goes on from there", file=sys.stderr)
         return 1

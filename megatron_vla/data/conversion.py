@@ -8,13 +8,17 @@ shards that have none. Shape legend: E episodes, C channels.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import get_context
@@ -32,6 +36,9 @@ from megatron_vla.data.lerobot_statistics import ImageHistogram, jsonable, stati
 from megatron_vla.data.lerobot_writer import LeRobotWriter
 
 STAMP = "stamp.json"
+MERGING = "merging"
+STAMP_VERSION = 2
+PARENT_CHECK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -64,17 +71,31 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class ShardResult:
-    """What a stamp holds. files: kind ("data" or camera) -> number of files; counts: camera -> [C, 256] of sampled pictures;
+    """What a stamp holds. files: kind ("data" or camera) -> bytes of its files; counts: camera -> [C, 256] of sampled pictures;
     low, high: column -> extremes as the source has them."""
 
     number: int
     episodes: int
     frames: int
-    files: dict[str, int]
+    files: dict[str, list[int]]
     counts: dict[str, list[list[int]]]
     sampled: dict[str, int]
     low: dict[str, list[float]]
     high: dict[str, list[float]]
+
+
+@contextmanager
+def alone_in(work: Path) -> Iterator[None]:
+    """Hold the work folder. Raises ValueError while another conversion does: they would delete each other's shards."""
+    work.mkdir(parents=True, exist_ok=True)
+    with open(work / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as problem:
+            raise ValueError(
+                f"{work}: another conversion is at work here -> wait for it or stop it, or give another --output"
+            ) from problem
+        yield
 
 
 def plan_shards(
@@ -91,8 +112,8 @@ def plan_shards(
     first_frame_E = np.cumsum(source.length_E) - source.length_E
     # Not of the files' bytes: hashing terabytes would take longer than converting them.
     identity = hashlib.sha256()
-    about = (str(path.resolve()), mapping, source.fps, source.features, tasks, dataclasses.asdict(settings), episodes_per_shard)
-    identity.update(json.dumps(about, sort_keys=True).encode())
+    about = (STAMP_VERSION, str(path.resolve()), mapping, source.fps, source.features, tasks, settings, episodes_per_shard)
+    identity.update(json.dumps(about, sort_keys=True, default=dataclasses.asdict).encode())
     identity.update(np.ascontiguousarray(source.length_E, dtype="<i8").tobytes())
     plans = []
     for number, start in enumerate(range(0, len(source.length_E), episodes_per_shard)):
@@ -115,14 +136,22 @@ def plan_shards(
 
 
 def stamped(plan: ShardPlan) -> ShardResult | None:
-    """The result of a shard that is complete and was made by this very plan."""
+    """The result of a shard that is complete, was made by this very plan, and whose files are as long as they were written."""
     path = Path(plan.folder) / STAMP
     if not path.is_file():
         return None
     content = json.loads(path.read_text())
     if content.pop("identity") != plan.identity:
         return None
-    return ShardResult(**content)
+    result = ShardResult(**content)
+    marker = path.parent.parent / MERGING
+    may_be_moved = marker.is_file() and marker.read_text() == plan.identity
+    for kind, sizes in result.files.items():
+        for own, size in enumerate(sizes):
+            file = path.parent / _name(kind, own)
+            if file.stat().st_size != size if file.is_file() else not may_be_moved:
+                return None
+    return result
 
 
 def convert_shard(plan: ShardPlan) -> ShardResult:
@@ -157,7 +186,7 @@ def convert_shard(plan: ShardPlan) -> ShardResult:
         number=plan.number,
         episodes=writer.num_episodes,
         frames=writer.num_frames,
-        files={kind: len(_files(folder, kind)) for kind in _kinds(folder)},
+        files={kind: [file.stat().st_size for file in _files(folder, kind)] for kind in _kinds(folder)},
         counts={camera: histogram.counts_C256.tolist() for camera, histogram in histograms.items()},
         sampled={camera: histogram.num_frames for camera, histogram in histograms.items()},
         low={name: values.tolist() for name, values in low.items()},
@@ -213,7 +242,8 @@ def run_in_processes(
         yield from map(convert, plans)
         return
     # Spawned, not forked: decoders and HDF5 keep threads and locks that do not survive a fork.
-    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
+    follow = (_follow_parent, (os.getpid(),))
+    with ProcessPoolExecutor(num_processes, get_context("spawn"), *follow) as pool:
         futures = [pool.submit(convert, plan) for plan in plans]
         try:
             for future in as_completed(futures):
@@ -228,12 +258,23 @@ def run_in_processes(
                 future.cancel()
 
 
+def _follow_parent(parent: int) -> None:
+    """A killed conversion must not leave processes that wait for work for ever, or write where the next one does."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_CHECK_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
 def merge_shards(plans: Sequence[ShardPlan], results: Sequence[ShardResult], work: Path) -> Path:
     """Move the shards' files to their final numbers, write the metadata; returns `work`/dataset. May be repeated after a stop.
 
     Raises ValueError when totals or statistics do not fit the source.
     """
-    target, marker = work / "dataset", work / "merging"
+    target, marker = work / "dataset", work / MERGING
     if not marker.is_file() or marker.read_text() != plans[0].identity:
         # What lies there belongs to shards of other settings.
         shutil.rmtree(target, ignore_errors=True)
@@ -244,11 +285,10 @@ def merge_shards(plans: Sequence[ShardPlan], results: Sequence[ShardResult], wor
         folder = Path(plan.folder)
         # Rows are made from the shard's own, which stay: only files move, so this may be repeated.
         _write_episode_rows(folder, target, plan.number, first_file)
-        for kind, number in result.files.items():
-            for own in range(number):
-                _move(folder / _name(kind, own), target / _name(kind, first_file[kind] + own))
-        for kind, number in result.files.items():
-            first_file[kind] += number
+        for kind, sizes in result.files.items():
+            for own, size in enumerate(sizes):
+                _move(folder / _name(kind, own), target / _name(kind, first_file[kind] + own), size)
+            first_file[kind] += len(sizes)
     info = json.loads((Path(plans[0].folder) / "meta/info.json").read_text())
     episodes, frames = sum(r.episodes for r in results), sum(r.frames for r in results)
     info.update(
@@ -270,13 +310,19 @@ def _name(kind: str, number: int) -> str:
     return layout.V3_VIDEO_PATH.format(video_key=kind, chunk_index=chunk, file_index=file)
 
 
-def _move(source: Path, target: Path) -> None:
-    if not source.is_file() and target.is_file():
-        return  # moved before the stop
-    if not source.is_file():
-        raise ValueError(f"{source}: neither there nor at {target} -> convert again with --overwrite")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    os.replace(source, target)
+def _move(source: Path, target: Path, size: int) -> None:
+    """Raises ValueError for a file that is not as long as it was written; its shard is then no longer done."""
+    if source.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(source, target)
+    found = target.stat().st_size if target.is_file() else None  # moved before a stop
+    if found != size:
+        shard = next(parent for parent in source.parents if parent.name.startswith("shard-"))
+        (shard / STAMP).unlink(missing_ok=True)
+        what = "is gone" if found is None else f"has {found} bytes"
+        raise ValueError(
+            f"{target}: {what}, {size} were written -> check the disk; the episodes of {shard.name} are converted again"
+        )
 
 
 def _write_episode_rows(folder: Path, target: Path, shard: int, first_file: Mapping[str, int]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,42 @@ def test_stopped_conversion_goes_on(rlds: tuple[Path, str], tmp_path: Path, monk
     assert prepare(*rlds, output) == 1  # exists: not replaced without --overwrite
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_shard_damaged_after_it_was_done_is_converted_again(
+    rlds: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], moved: bool
+) -> None:
+    output, part = tmp_path / "out", "file-001" if moved else "data"
+    original = os.replace
+
+    def stop(source: Any, target: Any) -> None:
+        # After the first shard's files, or before any.
+        if part in str(target) and "/shard-0" not in str(target):
+            raise ValueError("stopped here")
+        original(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(conversion.os, "replace", stop)
+        assert prepare(*rlds, output) == 1
+    work = tmp_path / "out.partial"
+    (damaged,) = (work / ("dataset" if moved else "shard-00000") / "videos" / CAMERAS[0]).rglob("*.mp4")
+    os.truncate(damaged, 700)
+    if moved:
+        assert prepare(*rlds, output) == 1
+        text = capsys.readouterr().err
+        assert f"{damaged}: has 700 bytes" in text and "shard-00000 are converted again" in text
+    assert prepare(*rlds, output) == 0
+    assert opened(output).fingerprint() == opened(*rlds).fingerprint()
+    assert not [f for f in check_dataset_files(output, deep=True) if f.severity == "error"]
+
+
+def test_second_conversion_to_the_same_place_is_refused(
+    rlds: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with conversion.alone_in(tmp_path / "out.partial"):
+        assert prepare(*rlds, tmp_path / "out") == 1
+    assert "another conversion is at work here -> wait for it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("settings", [("--episodes-per-shard", "4"), pytest.param((), marks=pytest.mark.slow)], ids=str)
 def test_stop_while_merging_with_the_same_or_other_settings(
     rlds: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: tuple[str, ...]
@@ -174,6 +212,33 @@ def write_hdf5(root: Path, upside_down: bool = True, text: str | None = "open th
                 group["obs/agentview_rgb"] = frames[:, ::-1, ::-1] if upside_down else frames
             actions += [np.asarray(data[f"demo_{demo * 8 + 2}/actions"]) for demo in range(len(lengths))]
     return actions
+
+
+def _start_and_leave(link: Any) -> None:
+    child = multiprocessing.get_context("spawn").Process(target=_follow, args=(os.getpid(),))
+    child.start()
+    link.send(child.pid)
+    link.recv()
+    os._exit(0)  # as if killed: nothing is joined
+
+
+def _follow(parent: int) -> None:
+    conversion._follow_parent(parent)
+    time.sleep(600)
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_killed_conversion() -> None:
+    mine, theirs = multiprocessing.Pipe()
+    parent = multiprocessing.get_context("spawn").Process(target=_start_and_leave, args=(theirs,))
+    parent.start()
+    pid = mine.recv()
+    mine.send(None)
+    parent.join()
+    deadline = time.monotonic() + 300
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_hdf5_of_liberos_layout(tmp_path: Path) -> None:
