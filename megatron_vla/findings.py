@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +31,13 @@ def error(where: str, what: str, fix: str) -> Finding:
 def warning(where: str, what: str, fix: str) -> Finding:
     """A finding that is printed and does not stop the run."""
     return Finding("warning", where, what, fix)
+
+
+def too_small(bounds: Iterable[tuple[str, float | None, float]]) -> Iterator[Finding]:
+    """Errors of flags below their least value: (flag, value or None where it is not set, least)."""
+    for flag, value, least in bounds:
+        if value is not None and value < least:
+            yield error(flag, f"{value:g} is too small", f"use {flag} {least:g} or more")
 
 
 class CheckError(ValueError):

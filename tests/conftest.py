@@ -59,3 +59,17 @@ def dead_process_groups_end() -> Iterator[None]:
     threads = Path("/proc/self/task")
     if threads.is_dir() and len(list(threads.iterdir())) > MANY_THREADS:
         gc.collect()
+
+
+@pytest.fixture
+def quick_and_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For models with any speed switches: no generated code; torch's own switches as they were afterwards."""
+    import torch
+
+    from megatron_vla.optimizations import compile as compile_optimization
+
+    monkeypatch.setattr(compile_optimization, "BACKEND", "aot_eager")
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    torch._dynamo.reset()

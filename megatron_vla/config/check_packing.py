@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_vla.config.cli import flag_name
 from megatron_vla.config.run import RunConfig
-from megatron_vla.findings import Finding, error
+from megatron_vla.findings import Finding, error, too_small
 
 FIELDS = ("pack_token_budget", "pack_max_images", "pack_pool_size", "pack_max_wait")
 
@@ -20,14 +20,14 @@ def packing_findings(config: RunConfig, family: Any) -> Iterator[Finding]:
             if name in config.given:
                 yield error(flag_name(name), "has no effect without --packing", "add --packing, or drop it")
         return
-    for flag, value, smallest in (
-        ("--pack-token-budget", data.pack_token_budget, 1),
-        ("--pack-max-images", data.pack_max_images, 1),
-        ("--pack-pool-size", data.pack_pool_size, 1),
-        ("--pack-max-wait", data.pack_max_wait, 0),
-    ):
-        if value is not None and value < smallest:
-            yield error(flag, f"{value} is too small", f"use {flag} {smallest} or more")
+    yield from too_small(
+        (
+            ("--pack-token-budget", data.pack_token_budget, 1),
+            ("--pack-max-images", data.pack_max_images, 1),
+            ("--pack-pool-size", data.pack_pool_size, 1),
+            ("--pack-max-wait", data.pack_max_wait, 0),
+        )
+    )
     if family.image_tokens is None:
         what = f"the model family {config.model.model_name} cannot read packs"
         yield error("--packing", what, "drop it; --prompt-padding bucket trims prompts")

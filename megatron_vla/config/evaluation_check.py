@@ -8,12 +8,12 @@ from importlib.util import find_spec
 from megatron_vla.config.datasets import dataset_parts
 from megatron_vla.config.evaluation import EvaluationConfig
 from megatron_vla.config.run import RunConfig
-from megatron_vla.findings import Finding, error
+from megatron_vla.findings import Finding, error, too_small
 
 
 def rollout_findings(evaluation: EvaluationConfig) -> Iterator[Finding]:
     """Values that no evaluation can work with, beside a training or by itself."""
-    for flag, value, least in (
+    bounds = (
         ("--eval-trials-per-task", evaluation.eval_trials_per_task, 1),
         ("--eval-workers", evaluation.eval_workers, 1),
         ("--eval-environments-per-worker", evaluation.eval_environments_per_worker, 1),
@@ -22,9 +22,8 @@ def rollout_findings(evaluation: EvaluationConfig) -> Iterator[Finding]:
         ("--eval-seed", evaluation.eval_seed, 0),
         ("--eval-videos-per-task", evaluation.eval_videos_per_task, 0),
         ("--eval-step-timeout-seconds", evaluation.eval_step_timeout_seconds, 1),
-    ):
-        if value < least:
-            yield error(flag, f"{value:g} is too small", f"use {flag} {least} or more")
+    )
+    yield from too_small(bounds)
     for flag, given, least in (
         ("--eval-max-steps", evaluation.eval_max_steps, 1),
         ("--eval-inference-steps", evaluation.eval_inference_steps, 1),

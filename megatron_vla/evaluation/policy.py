@@ -245,7 +245,7 @@ class Policy:
             batch = self.batch([arrays[i] for i in filled], [noise[i] for i in filled])
             # The copy to the host waits for the device, so the clock shows what the caller waits for.
             actions_BTA = self._sampler(batch).float().cpu().numpy()
-            for i, actions_TA in zip(part, actions_BTA, strict=False):
+            for i, actions_TA in zip(part, actions_BTA[: len(part)], strict=True):
                 chunks[i] = self.preprocessor.unnormalize_actions(actions_TA, np.asarray(states[i], dtype=np.float32))
             self.times.call_seconds.append(time.perf_counter() - started)
             self.times.batch_sizes.append(len(part))

@@ -49,7 +49,7 @@ def convert_layers(model: nn.Module, names: Iterable[str], config: OptimizationC
         return
     names = tuple(names)
     accumulation = accumulation_of(config)
-    backends: dict[str, Fp8Backend] = {}
+    backends: dict[str, Fp8Backend]
     if config.fp8_recipe == "delayed":
         device = next(model.parameters()).device
         scaling = DelayedScaling(names, config.fp8_amax_history_len, device)

@@ -64,13 +64,13 @@ def measured_timer(config: OptimizationConfig, *, compiled: bool, repetitions: i
             convert_layers(layers, [f"linears.{i}" for i in range(len(use.outputs))], config, emulate=False)
         run: Any = torch.compile(layers, fullgraph=True, dynamic=False) if compiled else layers
         wanted = [t for t in (hidden_MK, *layers.parameters()) if t.requires_grad]
+        scaling = delayed_scaling_of(layers)
         times = []
         for _ in range(repetitions + 3):
             times.append(_time_once(run, hidden_MK, wanted, gradients))
-            if (scaling := delayed_scaling_of(layers)) is not None:
+            if scaling is not None:
                 scaling.roll(None)
-        times = times[3:]
-        return PassTimes(*(statistics.median(column) for column in zip(*times, strict=True)))
+        return PassTimes(*(statistics.median(column) for column in zip(*times[3:], strict=True)))
 
     return measure
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from compile_cases import Compiled
-from worker_pool import WorkerPool
+from worker_pool import WorkerPool, pool_fixture
 
 STEPS = 2
 FLAGS = ("--global-batch-size", "4", "--num-layers", "3")
 OVERLAP = ("--overlap-grad-reduce", "--ddp-bucket-size", "2000")
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    workers = WorkerPool(2, "compile_cases")
-    yield workers
-    workers.close()
+pool = pool_fixture(2, "compile_cases")
 
 
 @pytest.fixture(scope="module")

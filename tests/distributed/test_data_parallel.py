@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import training_cases
-from worker_pool import WorkerPool
+from worker_pool import WorkerPool, pool_fixture
 
 from megatron_vla.training.checkpoint_folder import find_latest
 
@@ -20,11 +19,7 @@ FLAGS = ["--global-batch-size", "8", "--train-iters", str(ITERATIONS), "--log-in
 # 40 samples and 8 per step: the last of 6 steps is in the second epoch.
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    workers = WorkerPool(2)
-    yield workers
-    workers.close()
+pool = pool_fixture(2)
 
 
 def flags(folder: Path, *extra: str) -> list[str]:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import sharded_cases
 import torch
 from sharded_cases import Trained
-from worker_pool import WorkerPool
+from worker_pool import WorkerPool, pool_fixture
 
 STEPS = 10
 FLAGS = ("--global-batch-size", "8", "--clip-grad", "0.5", "--weight-decay", "0.01")
 FSDP = ("--data-parallel-strategy", "fsdp2")
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    workers = WorkerPool(2, "sharded_cases")
-    yield workers
-    workers.close()
+pool = pool_fixture(2, "sharded_cases")
 
 
 def train(pool: WorkerPool, *extra: str, case: str = "train", more: tuple[Any, ...] = (STEPS,)) -> Trained:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from worker_pool import WorkerPool
+from worker_pool import WorkerPool, pool_fixture
 
 FLAGS = ("--global-batch-size", "8", "--clip-grad", "0.5")
 OVERLAPPED = ("--overlap-grad-reduce", "--ddp-bucket-size", "5000")
@@ -19,11 +17,7 @@ MORE_LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    workers = WorkerPool(2, "graph_cases")
-    yield workers
-    workers.close()
+pool = pool_fixture(2, "graph_cases")
 
 
 def assert_equal_to_eager(pool: WorkerPool, layout: tuple[str, ...]) -> None:

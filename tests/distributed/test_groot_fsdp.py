@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
 from pathlib import Path
 
 import groot_parallel_cases
@@ -13,7 +12,7 @@ import torch
 from groot_parallel_cases import TRAIN_FLAGS
 from pipeline_cases import Result
 from test_pipeline_parallel import assert_close
-from worker_pool import WorkerPool
+from worker_pool import WorkerPool, pool_fixture
 
 from megatron_vla.training.checkpoint_folder import iteration_folder
 from megatron_vla.training.distributed_checkpoint import PartReader
@@ -25,18 +24,8 @@ ROUNDED = ("--frozen-dtype", "bf16")
 FULL = pytest.mark.distributed_full
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[WorkerPool]:
-    workers = WorkerPool(2, "groot_parallel_cases")
-    yield workers
-    workers.close()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[WorkerPool]:
-    workers = WorkerPool(4, "groot_parallel_cases")
-    yield workers
-    workers.close()
+two = pool_fixture(2, "groot_parallel_cases")
+four = pool_fixture(4, "groot_parallel_cases")
 
 
 def assert_equal(pool: WorkerPool, flags: tuple[str, ...], own: tuple[str, ...], limits: tuple[float, float, float]) -> Result:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import groot_parallel_cases
 import pytest
 import torch
 from groot_parallel_cases import Spec
 from pipeline_cases import Result
 from test_pipeline_parallel import assert_close, whole
-from worker_pool import WorkerPool
+from worker_pool import WorkerPool, pool_fixture
 
 PP2 = ("--pipeline-model-parallel-size", "2")
 INTERLEAVED = (*PP2, "--virtual-pipeline-model-parallel-size", "2")
@@ -20,18 +18,8 @@ ALL = ("--tune-llm", "--tune-visual")
 FULL = pytest.mark.distributed_full
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[WorkerPool]:
-    workers = WorkerPool(2, "groot_parallel_cases")
-    yield workers
-    workers.close()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[WorkerPool]:
-    workers = WorkerPool(4, "groot_parallel_cases")
-    yield workers
-    workers.close()
+two = pool_fixture(2, "groot_parallel_cases")
+four = pool_fixture(4, "groot_parallel_cases")
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pipeline_cases
 import pytest
 import torch
 from pipeline_cases import Result
 from torch import Tensor
-from worker_pool import WorkerPool
+from worker_pool import WorkerPool, pool_fixture
 
 PP2 = ("--pipeline-model-parallel-size", "2")
 INTERLEAVED = (*PP2, "--virtual-pipeline-model-parallel-size", "2")
@@ -18,18 +16,8 @@ FOUR_PASSES = ("--micro-batch-size", "1", "--global-batch-size", "4")
 CHECKPOINTING = ("--activation-checkpoint-module-patterns", "vision_tower.layers.*", "layers.*")
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    workers = WorkerPool(2, "pipeline_cases")
-    yield workers
-    workers.close()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[WorkerPool]:
-    workers = WorkerPool(4, "pipeline_cases")
-    yield workers
-    workers.close()
+pool = pool_fixture(2, "pipeline_cases")
+four = pool_fixture(4, "pipeline_cases")
 
 
 @pytest.fixture(scope="module")

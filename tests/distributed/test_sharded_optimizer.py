@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import sharded_cases
 import torch
 from sharded_cases import Trained
-from worker_pool import WorkerPool
+from worker_pool import WorkerPool, pool_fixture
 
 STEPS = 10
 # The norm of this model's gradient is 2 to 3: every step is clipped.
@@ -20,11 +19,7 @@ BUCKETS = ("--overlap-grad-reduce", "--ddp-bucket-size", "5000")
 OVERLAPPED = (*SHARDED, *BUCKETS, "--overlap-param-gather")
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    workers = WorkerPool(2, "sharded_cases")
-    yield workers
-    workers.close()
+pool = pool_fixture(2, "sharded_cases")
 
 
 def train(pool: WorkerPool, *extra: str, case: str = "train", more: tuple[Any, ...] = (STEPS,)) -> Trained:

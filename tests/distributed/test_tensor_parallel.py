@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from tensor_parallel_cases import Difference, Spec
-from worker_pool import WorkerPool
+from worker_pool import WorkerPool, pool_fixture
 
 from megatron_vla.config.run import parse_args
 from megatron_vla.models.pi05.build import build
@@ -18,18 +17,8 @@ LAYERS = ("vision_tower.layers.*", "layers.*")
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.1}
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[WorkerPool]:
-    workers = WorkerPool(2, "tensor_parallel_cases")
-    yield workers
-    workers.close()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[WorkerPool]:
-    workers = WorkerPool(4, "tensor_parallel_cases")
-    yield workers
-    workers.close()
+two = pool_fixture(2, "tensor_parallel_cases")
+four = pool_fixture(4, "tensor_parallel_cases")
 
 
 def assert_equal(pool: WorkerPool, specs: list[Spec]) -> list[list[Difference]]:

@@ -10,8 +10,11 @@ import multiprocessing
 import os
 import socket
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import pytest
 
 from megatron_vla.parallel.groups import shut_down
 
@@ -99,3 +102,15 @@ class WorkerPool:
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def pool_fixture(world_size: int, cases: str = "training_cases") -> Any:
+    """A fixture of a test module: `pool = pool_fixture(2)`; its processes live as long as the module's tests."""
+
+    @pytest.fixture(scope="module")
+    def pool() -> Iterator[WorkerPool]:
+        workers = WorkerPool(world_size, cases)
+        yield workers
+        workers.close()
+
+    return pool

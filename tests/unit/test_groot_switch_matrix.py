@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +14,9 @@ from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.models.common.attention_mask import resolve_backend
 from megatron_vla.models.groot_n1_7.family import FAMILY
 from megatron_vla.models.groot_n1_7.model import GrootN17Model
-from megatron_vla.optimizations import compile as compile_optimization
 from megatron_vla.optimizations.apply import apply_optimizations
+
+pytestmark = pytest.mark.usefixtures("quick_and_restored")
 
 # Whole layers of every kind, and parts of them.
 RECOMPUTED = (
@@ -40,16 +40,6 @@ ALL_ON: dict[str, Any] = {
 }
 # Everything is trained, so that every module has a gradient to compare.
 TUNED = tiny_config(tune_llm=True, tune_visual=True)
-
-
-@pytest.fixture(autouse=True)
-def quick_and_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No generated code; torch's switches as they were."""
-    monkeypatch.setattr(compile_optimization, "BACKEND", "aot_eager")
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-    torch._dynamo.reset()
 
 
 def built(options: dict[str, Any], dtype: torch.dtype = torch.float64) -> GrootN17Model:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.models.common.attention_mask import resolve_backend
 from megatron_vla.models.pi05.family import FAMILY
 from megatron_vla.models.pi05.model import Pi05Model
-from megatron_vla.optimizations import compile as compile_optimization
 from megatron_vla.optimizations.apply import apply_optimizations
 from megatron_vla.training.loop import train
 from megatron_vla.training.session import training_session
+
+pytestmark = pytest.mark.usefixtures("quick_and_restored")
 
 # Every switch that exists on the CPU. Those that exclude each other are values of one switch.
 SWITCHES: dict[str, list[dict[str, Any]]] = {
@@ -57,16 +57,6 @@ ALL_ON: dict[str, Any] = {
     "compile": True,
     "compile_scope": "per_layer",
 }
-
-
-@pytest.fixture(autouse=True)
-def quick_and_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No generated code; torch's switches as they were."""
-    monkeypatch.setattr(compile_optimization, "BACKEND", "aot_eager")
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-    torch._dynamo.reset()
 
 
 def built(options: dict[str, Any]) -> Pi05Model:

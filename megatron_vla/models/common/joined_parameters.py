@@ -65,9 +65,9 @@ def make_neighbours(linears: Sequence[nn.Module]) -> bool:
     if len(linears) < 2 or not _can_be_one(weights) or (biases and not _can_be_one(biases)):
         return False
     weight, bias = _moved_together(weights), _moved_together(biases) if biases else None
-    starts = itertools.accumulate((w.shape[0] for w in weights), initial=0)
-    for number, (linear, start) in enumerate(zip(linears, starts, strict=False)):
-        linear.__dict__[_ATTRIBUTE] = _Place(number, start, weight, bias)
+    ends = itertools.accumulate(part.shape[0] for part in weights)
+    for number, (linear, part, end) in enumerate(zip(linears, weights, ends, strict=True)):
+        linear.__dict__[_ATTRIBUTE] = _Place(number, end - part.shape[0], weight, bias)
     return True
 
 
