@@ -73,3 +73,18 @@ def quick_and_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def aot_eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trace and differentiate as inductor does, without generating code; start from empty caches and counters."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    from megatron_vla.optimizations import compile as compile_optimization
+
+    monkeypatch.setattr(compile_optimization, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()

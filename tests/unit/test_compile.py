@@ -25,18 +25,10 @@ from megatron_vla.optimizations.apply import apply_optimizations
 from megatron_vla.parallel.groups import ParallelGroups, initialize, shut_down
 from megatron_vla.runner.warm_up import prompt_widths, warm_up, with_prompt_width
 
+pytestmark = pytest.mark.usefixtures("aot_eager")
+
 # Two vision layers of one kind; two joint layers, the last of which computes keys and values only.
 NUM_GRAPHS = {"per_layer": 3, "backbone": 2, "multi_group": 6}
-
-
-@pytest.fixture(autouse=True)
-def aot_eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Trace and differentiate as inductor does, without generating code; start from empty caches."""
-    monkeypatch.setattr(compile_optimization, "BACKEND", "aot_eager")
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ from megatron_vla.models.common.merged_linear import merged_linear
 from megatron_vla.models.groot_n1_7 import model as groot_model
 from megatron_vla.models.groot_n1_7.family import FAMILY
 from megatron_vla.models.groot_n1_7.model import GrootN17Model
-from megatron_vla.optimizations import compile as compile_optimization
 from megatron_vla.optimizations.apply import apply_optimizations
 from megatron_vla.parallel.data_parallel import DirectGradients
 from megatron_vla.parallel.groups import ParallelGroups, initialize, shut_down
@@ -45,16 +44,6 @@ def run_config(*flags: str) -> RunConfig:
 def groups() -> Iterator[ParallelGroups]:
     yield initialize(ParallelConfig(), quiet=True)
     shut_down()
-
-
-@pytest.fixture
-def aot_eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Trace and differentiate as inductor does, without generating code; start from empty caches."""
-    monkeypatch.setattr(compile_optimization, "BACKEND", "aot_eager")
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def assert_same_gradients(switches: OptimizationConfig, tolerance: float, **config: Any) -> None:
