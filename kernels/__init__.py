@@ -9,6 +9,15 @@ from pathlib import Path
 BUILD_COMMAND = "python setup.py build_ext --inplace"
 
 
+class Selection:
+    """Process-wide, like torch.backends: whether kernels take the place of PyTorch operations (--fused-kernels)."""
+
+    enabled = True
+
+
+SELECTION = Selection()
+
+
 @cache
 def load_launcher(name: str) -> ctypes.CDLL | None:
     """The compiled launchers of kernel `name`, loaded once; None where they were not built (no nvcc at install)."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vla.kernels import check_launch, load_launcher
+from megatron_vla.kernels import SELECTION, check_launch, load_launcher
 from megatron_vla.kernels.gated_gelu.reference import gated_gelu_reference
 
 _LAUNCHER = load_launcher("gated_gelu")
@@ -81,6 +81,7 @@ def can_run(gate_up: Tensor) -> bool:
     """Whether the kernel takes this tensor."""
     return (
         IS_BUILT
+        and SELECTION.enabled
         and gate_up.is_cuda
         and gate_up.dtype == torch.bfloat16
         and gate_up.is_contiguous()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vla.kernels import check_launch, load_launcher
+from megatron_vla.kernels import SELECTION, check_launch, load_launcher
 from megatron_vla.kernels.joined_gradients.reference import joined_gradients_reference
 
 _LAUNCHER = load_launcher("joined_gradients")
@@ -82,6 +82,7 @@ def can_run(output: Tensor, bias: Tensor, sizes: Sequence[int]) -> bool:
     """Whether the kernel can do the backward of this split."""
     return (
         IS_BUILT
+        and SELECTION.enabled
         and output.is_cuda
         and output.dtype == bias.dtype == torch.bfloat16
         and 1 < len(sizes) <= MAX_PARTS

@@ -30,6 +30,10 @@ class OptimizationConfig:
     """With --merge-projections: lay the parameters of one product side by side in memory, so that no step copies them together.
     Has no effect where the layout moves parameters itself (--use-distributed-optimizer, fsdp2): that is printed."""
 
+    fused_kernels: bool = True
+    """Let the project's own CUDA kernels (kernels/README.md) take the place of PyTorch operations where they were built and can
+    run. Without them the operations run whose roundings they keep."""
+
     expert_stream: bool = False
     """Run the action expert on a CUDA stream of its own, beside the prefix (Pi0.5, one GPU or data parallel)."""
 

@@ -18,6 +18,7 @@ from megatron_vla.optimizations import (
     compile,
     expert_stream,
     fp8,
+    fused_kernels,
     merge_projections,
     tf32,
 )
@@ -28,6 +29,7 @@ Optimization = Callable[[nn.Module, OptimizationConfig, ModelFamily, Callable[[s
 # checkpointing: torch.compile of a function that checkpointing has wrapped finds nothing to compile.
 OPTIMIZATIONS: tuple[Optimization, ...] = (
     tf32.apply,
+    fused_kernels.apply,
     attention.apply,
     merge_projections.apply,
     expert_stream.apply,

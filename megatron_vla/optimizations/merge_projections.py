@@ -10,6 +10,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from megatron_vla.config.optimization import OptimizationConfig
+from megatron_vla.kernels import SELECTION
 from megatron_vla.kernels.gated_gelu import op as gated_gelu
 from megatron_vla.kernels.joined_gradients import op as joined_gradients
 from megatron_vla.models.common.decoder_layer import GatedMlp
@@ -43,4 +44,6 @@ def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, rep
 
 def _code(kernel: str, is_built: bool) -> str:
     """Which code runs, of a kernel that takes what its conditions allow."""
+    if not SELECTION.enabled:
+        return "PyTorch operations (--no-fused-kernels)"
     return "the fused kernel" if is_built else f"PyTorch operations (kernels/{kernel} was not built)"
