@@ -20,21 +20,30 @@ IS_BUILT = _LAUNCHER is not None
 ALIGNMENT = 16  # bytes of the kernel's loads
 UNIT = 128  # widths are multiples of it,
 MAX_WIDTH = 16 * UNIT  # for a warp holds a row in its registers
+MAX_ROWS = 2**30
 
 if _LAUNCHER is not None:
     _POINTER, _ROWS, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    _LAUNCHER.layer_norm_forward.argtypes = [*[_POINTER] * 8, _ROWS, _INT, ctypes.c_float, _INT, _POINTER]
-    _LAUNCHER.layer_norm_backward.argtypes = [*[_POINTER] * 10, _ROWS, _INT, _INT, _POINTER]
+    _LAUNCHER.layer_norm_forward.argtypes = [
+        *[*[_POINTER] * 4, _INT, *[_POINTER] * 4],
+        *[_ROWS, _INT, ctypes.c_float, _INT, _POINTER],
+    ]
+    _LAUNCHER.layer_norm_backward.argtypes = [*[_POINTER] * 6, _INT, *[_POINTER] * 4, _ROWS, _INT, _INT, _POINTER]
 
 
 def _fits(*tensors: Tensor) -> bool:
     """What is not known while tracing: there are rows, on a GPU, at addresses that the kernel can load from."""
-    return IS_BUILT and all(t.is_cuda and t.numel() > 0 and t.data_ptr() % ALIGNMENT == 0 for t in tensors)
+    first = tensors[0]
+    return (
+        IS_BUILT
+        and first.is_cuda
+        and 0 < first.numel() <= MAX_ROWS * first.shape[-1]
+        and all(t.data_ptr() % ALIGNMENT == 0 for t in tensors)
+    )
 
 
-def _aligned(vector: Tensor) -> Tensor:
-    """A parameter, which may lie anywhere in a buffer."""
-    return vector if vector.data_ptr() % ALIGNMENT == 0 else vector.clone()
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _processors(tensor: Tensor) -> int:
@@ -44,12 +53,13 @@ def _processors(tensor: Tensor) -> int:
 def _launch_forward(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
     """(sum if there is a residual, output, mean, rstd)."""
     assert _LAUNCHER is not None
-    weight, bias = _aligned(weight), _aligned(bias)
     total = None if residual is None else torch.empty_like(x)
     output = torch.empty_like(x)
     mean, rstd = (torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) for _ in range(2))
     code = _LAUNCHER.layer_norm_forward(
-        *(None if t is None else t.data_ptr() for t in (x, residual, weight, bias, total, output, mean, rstd)),
+        *map(_address, (x, residual, weight, bias)),
+        weight.dtype == torch.float32,
+        *map(_address, (total, output, mean, rstd)),
         mean.numel(),
         x.shape[-1],
         eps,
@@ -100,18 +110,18 @@ def _layer_norm_backward(
     gradient: Tensor, extra: Tensor | None, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See layer_norm_backward_reference, which runs where the kernel's conditions do not hold."""
-    gradient = gradient.contiguous()
+    gradient, x = gradient.contiguous(), x.contiguous()
     extra = None if extra is None else extra.contiguous()
     if not _fits(gradient, x, *(() if extra is None else (extra,))):
         return layer_norm_backward_reference(gradient, extra, x, mean, rstd, weight)
     assert _LAUNCHER is not None
     width, processors = x.shape[-1], _processors(x)
-    weight = _aligned(weight)
     input_gradient, weight_gradient, bias_gradient = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
     partial = torch.empty(processors, 2, width, dtype=torch.float32, device=x.device)
-    operands = (gradient, extra, x, mean, rstd, weight, input_gradient, partial, weight_gradient, bias_gradient)
     code = _LAUNCHER.layer_norm_backward(
-        *(None if t is None else t.data_ptr() for t in operands),
+        *map(_address, (gradient, extra, x, mean, rstd, weight)),
+        weight.dtype == torch.float32,
+        *map(_address, (input_gradient, partial, weight_gradient, bias_gradient)),
         mean.numel(),
         width,
         processors,
@@ -161,7 +171,9 @@ def can_run(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = N
         IS_BUILT
         and SELECTION.enabled
         and x.is_cuda
-        and x.dtype == weight.dtype == bias.dtype == torch.bfloat16
+        and x.dtype == torch.bfloat16
+        and weight.dtype == bias.dtype
+        and weight.dtype in (torch.bfloat16, torch.float32)
         and x.is_contiguous()
         and 0 < x.shape[-1] <= MAX_WIDTH
         and x.shape[-1] % UNIT == 0

@@ -86,6 +86,14 @@ __device__ __forceinline__ void fetch_row(bf16* shared, const bf16* row) {
     }
 }
 
+// A parameter, bf16 or fp32 in memory, as bf16 in shared memory: the threads of the block share the work.
+template <int K>
+__device__ __forceinline__ void stage_parameter(bf16* shared, const void* parameter, bool is_fp32) {
+    for (int i = threadIdx.x; i < K * kColumns; i += blockDim.x) {
+        shared[i] = is_fp32 ? __float2bfloat16_rn(static_cast<const float*>(parameter)[i]) : static_cast<const bf16*>(parameter)[i];
+    }
+}
+
 // A bf16 number is the upper half of the fp32 number.
 __device__ __forceinline__ float low(unsigned word) { return __uint_as_float(word << 16); }
 __device__ __forceinline__ float high(unsigned word) { return __uint_as_float(word & 0xffff0000u); }
@@ -108,11 +116,12 @@ __device__ __forceinline__ int64_t begin_of(int row) {
 
 template <int K, bool kAdds>
 __global__ void __launch_bounds__(kForwardWarps* kLanes, kForwardBlocks<K>)
-    forward_kernel(const bf16* x, const bf16* residual, const bf16* weight, const bf16* bias, bf16* sum, bf16* y, float* mean_out,
-                   float* rstd_out, int rows, float eps) {
+    forward_kernel(const bf16* x, const bf16* residual, const void* weight, const void* bias, bool is_fp32, bf16* sum, bf16* y,
+                   float* mean_out, float* rstd_out, int rows, float eps) {
     constexpr int kWidth = K * kColumns, kStageRows = kAdds ? 2 : 1, kStages = kForwardBuffers / kStageRows;
     extern __shared__ uint4 shared[];
     const int warp = threadIdx.x / kLanes;
+    bf16* const parameters = reinterpret_cast<bf16*>(shared) + kForwardWarps * kForwardBuffers * kWidth;
     bf16* const ring = reinterpret_cast<bf16*>(shared) + warp * kForwardBuffers * kWidth;
     const int stride = gridDim.x * kForwardWarps;
     const auto fetch = [&](int row, int stage) {
@@ -124,6 +133,9 @@ __global__ void __launch_bounds__(kForwardWarps* kLanes, kForwardBlocks<K>)
     };
     int row = blockIdx.x * kForwardWarps + warp;
     for (int stage = 0; stage < kStages; stage++) fetch(row + stage * stride, stage);
+    stage_parameter<K>(parameters, weight, is_fp32);
+    stage_parameter<K>(parameters + kWidth, bias, is_fp32);
+    __syncthreads();
     for (int stage = 0; row < rows; row += stride, stage = stage + 1 == kStages ? 0 : stage + 1) {
         __pipeline_wait_prior(kStages - 1);
         const bf16* const source = ring + stage * kStageRows * kWidth;
@@ -156,12 +168,14 @@ __global__ void __launch_bounds__(kForwardWarps* kLanes, kForwardBlocks<K>)
             first += values[2 * j] * values[2 * j];
             second += values[2 * j + 1] * values[2 * j + 1];
         }
-        const float rstd = rsqrtf(warp_sum(first + second) / kWidth + eps);
+        // A barrier for the compiler: reading the parameters before here takes registers that are needed.
+        __syncwarp();
+        const float rstd = rsqrtf(warp_sum(first + second) * (1.0f / kWidth) + eps);
 #pragma unroll
         for (int i = 0; i < kPieces<K>; i++) {
             unsigned words[4], scale[4], shift[4];
-            load_piece<K>(scale, weight, i);
-            load_piece<K>(shift, bias, i);
+            load_piece<K>(scale, parameters, i);
+            load_piece<K>(shift, parameters + kWidth, i);
 #pragma unroll
             for (int j = 0; j < words_of<K>(i); j++) {
                 words[j] = rounded(values[8 * i + 2 * j] * rstd * low(scale[j]) + low(shift[j]),
@@ -180,11 +194,12 @@ __global__ void __launch_bounds__(kForwardWarps* kLanes, kForwardBlocks<K>)
 template <int K, bool kAdds>
 __global__ void __launch_bounds__(kBackwardWarps<K> * kLanes, 1)
     backward_kernel(const bf16* dy, const bf16* extra, const bf16* x, const float* mean_in, const float* rstd_in,
-                    const bf16* weight, bf16* dx, float* partial, int rows) {
+                    const void* weight, bool is_fp32, bf16* dx, float* partial, int rows) {
     constexpr int kWidth = K * kColumns, kWarps = kBackwardWarps<K>;
     constexpr int kStageRows = kAdds ? 3 : 2, kStages = kBackwardBuffers / kStageRows;
     extern __shared__ uint4 shared[];
     const int warp = threadIdx.x / kLanes;
+    bf16* const parameter = reinterpret_cast<bf16*>(shared) + kWarps * kBackwardBuffers * kWidth;
     bf16* const ring = reinterpret_cast<bf16*>(shared) + warp * kBackwardBuffers * kWidth;
     const int stride = gridDim.x * kWarps;
     const auto fetch = [&](int row, int stage) {
@@ -199,6 +214,8 @@ __global__ void __launch_bounds__(kBackwardWarps<K> * kLanes, 1)
     float weight_sums[4 * K] = {}, bias_sums[4 * K] = {};
     int row = blockIdx.x * kWarps + warp;
     for (int stage = 0; stage < kStages; stage++) fetch(row + stage * stride, stage);
+    stage_parameter<K>(parameter, weight, is_fp32);
+    __syncthreads();
     float next_mean = row < rows ? mean_in[row] : 0.0f, next_rstd = row < rows ? rstd_in[row] : 0.0f;
     for (int stage = 0; row < rows; row += stride, stage = stage + 1 == kStages ? 0 : stage + 1) {
         const float mean = next_mean, rstd = next_rstd;
@@ -214,7 +231,7 @@ __global__ void __launch_bounds__(kBackwardWarps<K> * kLanes, 1)
             unsigned words[4], gradients[4], scale[4];
             load_piece<K>(words, source, i);
             load_piece<K>(gradients, source + kWidth, i);
-            load_piece<K>(scale, weight, i);
+            load_piece<K>(scale, parameter, i);
             float piece_product = 0.0f;
 #pragma unroll
             for (int j = 0; j < words_of<K>(i); j++) {
@@ -241,7 +258,7 @@ __global__ void __launch_bounds__(kBackwardWarps<K> * kLanes, 1)
             unsigned words[4], gradients[4], others[4], scale[4];
             load_piece<K>(words, source, i);
             load_piece<K>(gradients, source + kWidth, i);
-            load_piece<K>(scale, weight, i);
+            load_piece<K>(scale, parameter, i);
             if constexpr (kAdds) load_piece<K>(others, source + 2 * kWidth, i);
 #pragma unroll
             for (int j = 0; j < words_of<K>(i); j++) {
@@ -256,7 +273,8 @@ __global__ void __launch_bounds__(kBackwardWarps<K> * kLanes, 1)
         fetch(row + kStages * stride, stage);
     }
     __pipeline_wait_prior(0);
-    // The sums of a warp (2 * kWidth fp32 numbers) fit where its rows have been.
+    __syncwarp();
+    // The sums of a warp (2 * kWidth fp32 numbers) fit where its rows have been, which all lanes have read now.
     constexpr int kStep = kBackwardBuffers * kWidth / 2;
     float* const sums = reinterpret_cast<float*>(shared);
     store_sums<K>(sums + warp * kStep, weight_sums);
@@ -273,8 +291,8 @@ __global__ void __launch_bounds__(kBackwardWarps<K> * kLanes, 1)
 
 constexpr int kSlices = 16;
 
-// partial [blocks, 2 * width] -> column sums, rounded once. A block takes 32 columns, a warp every kSlices-th row.
-__global__ void __launch_bounds__(kSlices* kLanes) sum_kernel(const float* partial, bf16* dweight, bf16* dbias, int width, int blocks) {
+// partial [blocks, 2 * width] -> column sums, in fp32 or rounded once. A block takes 32 columns, a warp every kSlices-th row.
+__global__ void __launch_bounds__(kSlices* kLanes) sum_kernel(const float* partial, void* dweight, void* dbias, bool is_fp32, int width, int blocks) {
     __shared__ float sums[kSlices][kLanes];
     const int lane = threadIdx.x % kLanes, slice = threadIdx.x / kLanes, column = blockIdx.x * kLanes + lane;
     float total = 0.0f;
@@ -284,7 +302,13 @@ __global__ void __launch_bounds__(kSlices* kLanes) sum_kernel(const float* parti
     __syncthreads();
     if (slice > 0) return;
     for (int i = 1; i < kSlices; i++) total += sums[i][lane];
-    (column < width ? dweight[column] : dbias[column - width]) = __float2bfloat16_rn(total);
+    void* const target = column < width ? dweight : dbias;
+    const int place = column < width ? column : column - width;
+    if (is_fp32) {
+        static_cast<float*>(target)[place] = total;
+    } else {
+        static_cast<bf16*>(target)[place] = __float2bfloat16_rn(total);
+    }
 }
 
 // `function` with K as a constant. cudaErrorInvalidValue for widths that have no kernel.
@@ -307,63 +331,62 @@ int blocks_for(int64_t rows, int warps, int processors, int per_processor) {
 }
 
 template <int K, bool kAdds>
-int launch_forward(const void* x, const void* residual, const void* weight, const void* bias, void* sum, void* y, void* mean,
-                   void* rstd, int64_t rows, float eps, int processors, cudaStream_t on) {
-    constexpr int kShared = kForwardWarps * kForwardBuffers * K * kColumns * 2;
+int launch_forward(const void* x, const void* residual, const void* weight, const void* bias, bool is_fp32, void* sum, void* y,
+                   void* mean, void* rstd, int64_t rows, float eps, int processors, cudaStream_t on) {
+    constexpr int kShared = (kForwardWarps * kForwardBuffers + 2) * K * kColumns * static_cast<int>(sizeof(bf16));
     const auto kernel = forward_kernel<K, kAdds>;
     const cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     if (code != cudaSuccess) return static_cast<int>(code);
     const int grid = blocks_for(rows, kForwardWarps, processors, kForwardBlocks<K>);
     kernel<<<grid, kForwardWarps * kLanes, kShared, on>>>(
-        static_cast<const bf16*>(x), static_cast<const bf16*>(residual), static_cast<const bf16*>(weight),
-        static_cast<const bf16*>(bias), static_cast<bf16*>(sum), static_cast<bf16*>(y), static_cast<float*>(mean),
-        static_cast<float*>(rstd), static_cast<int>(rows), eps);
+        static_cast<const bf16*>(x), static_cast<const bf16*>(residual), weight, bias, is_fp32, static_cast<bf16*>(sum),
+        static_cast<bf16*>(y), static_cast<float*>(mean), static_cast<float*>(rstd), static_cast<int>(rows), eps);
     return static_cast<int>(cudaGetLastError());
 }
 
 template <int K, bool kAdds>
 int launch_backward(const void* dy, const void* extra, const void* x, const void* mean, const void* rstd, const void* weight,
-                    void* dx, void* partial, void* dweight, void* dbias, int64_t rows, int processors, cudaStream_t on) {
-    constexpr int kWidth = K * kColumns, kShared = kBackwardWarps<K> * kBackwardBuffers * kWidth * 2;
+                    bool is_fp32, void* dx, void* partial, void* dweight, void* dbias, int64_t rows, int processors, cudaStream_t on) {
+    constexpr int kWidth = K * kColumns;
+    constexpr int kShared = (kBackwardWarps<K> * kBackwardBuffers + 1) * kWidth * static_cast<int>(sizeof(bf16));
     const auto kernel = backward_kernel<K, kAdds>;
     cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     if (code != cudaSuccess) return static_cast<int>(code);
     const int grid = blocks_for(rows, kBackwardWarps<K>, processors, 1);
     kernel<<<grid, kBackwardWarps<K> * kLanes, kShared, on>>>(
         static_cast<const bf16*>(dy), static_cast<const bf16*>(extra), static_cast<const bf16*>(x),
-        static_cast<const float*>(mean), static_cast<const float*>(rstd), static_cast<const bf16*>(weight),
-        static_cast<bf16*>(dx), static_cast<float*>(partial), static_cast<int>(rows));
+        static_cast<const float*>(mean), static_cast<const float*>(rstd), weight, is_fp32, static_cast<bf16*>(dx),
+        static_cast<float*>(partial), static_cast<int>(rows));
     code = cudaGetLastError();
     if (code != cudaSuccess) return static_cast<int>(code);
     sum_kernel<<<2 * kWidth / kLanes, kSlices * kLanes, 0, on>>>(
-        static_cast<const float*>(partial), static_cast<bf16*>(dweight), static_cast<bf16*>(dbias), kWidth, grid);
+        static_cast<const float*>(partial), dweight, dbias, is_fp32, kWidth, grid);
     return static_cast<int>(cudaGetLastError());
 }
 
 }  // namespace
 
-// Device addresses of contiguous matrices [rows, width] and vectors, aligned to 16 bytes; width: 128 times 1 to 16; rows: at least 1.
-// `processors`: the device's multiprocessors. Both return a CUDA error code.
+// Device addresses of contiguous matrices [rows, width], aligned to 16 bytes, and of parameters and their gradients, bf16 or
+// (is_fp32) fp32. width: 128 times 1 to 16; rows: 1 to 2^30; processors: the device's multiprocessors. Both return a CUDA error code.
 
 // residual and sum: null for a norm without an addition.
-extern "C" int layer_norm_forward(const void* x, const void* residual, const void* weight, const void* bias, void* sum, void* y,
-                                  void* mean, void* rstd, int64_t rows, int width, float eps, int processors, void* stream) {
-    const cudaStream_t on = static_cast<cudaStream_t>(stream);
+extern "C" int layer_norm_forward(const void* x, const void* residual, const void* weight, const void* bias, int is_fp32, void* sum,
+                                  void* y, void* mean, void* rstd, int64_t rows, int width, float eps, int processors,
+                                  void* stream) {
     return with_width(width / kColumns, [&](auto k) {
-        return residual == nullptr
-                   ? launch_forward<k.value, false>(x, residual, weight, bias, sum, y, mean, rstd, rows, eps, processors, on)
-                   : launch_forward<k.value, true>(x, residual, weight, bias, sum, y, mean, rstd, rows, eps, processors, on);
+        const auto launch = residual == nullptr ? launch_forward<k.value, false> : launch_forward<k.value, true>;
+        return launch(x, residual, weight, bias, is_fp32 != 0, sum, y, mean, rstd, rows, eps, processors,
+                      static_cast<cudaStream_t>(stream));
     });
 }
 
 // extra: null, or what is added to dx. `partial` holds processors * 2 * width fp32 numbers.
 extern "C" int layer_norm_backward(const void* dy, const void* extra, const void* x, const void* mean, const void* rstd,
-                                   const void* weight, void* dx, void* partial, void* dweight, void* dbias, int64_t rows, int width,
-                                   int processors, void* stream) {
-    const cudaStream_t on = static_cast<cudaStream_t>(stream);
+                                   const void* weight, int is_fp32, void* dx, void* partial, void* dweight, void* dbias,
+                                   int64_t rows, int width, int processors, void* stream) {
     return with_width(width / kColumns, [&](auto k) {
-        return extra == nullptr
-                   ? launch_backward<k.value, false>(dy, extra, x, mean, rstd, weight, dx, partial, dweight, dbias, rows, processors, on)
-                   : launch_backward<k.value, true>(dy, extra, x, mean, rstd, weight, dx, partial, dweight, dbias, rows, processors, on);
+        const auto launch = extra == nullptr ? launch_backward<k.value, false> : launch_backward<k.value, true>;
+        return launch(dy, extra, x, mean, rstd, weight, is_fp32 != 0, dx, partial, dweight, dbias, rows, processors,
+                      static_cast<cudaStream_t>(stream));
     });
 }

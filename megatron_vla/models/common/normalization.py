@@ -5,10 +5,13 @@ Shape legend: B samples, S tokens, H hidden, C condition, M modulation (3 H), R 
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron_vla.kernels.layer_norm import op as layer_norm_op
 from megatron_vla.models.common.precision import dtype_of
 from megatron_vla.parallel.linear import replicated_linear
 from megatron_vla.parallel.sequence_parallel import RowOwners
@@ -23,13 +26,30 @@ class LayerNorm(nn.LayerNorm):
     """LayerNorm that accepts fp32 parameters with bf16 input.
 
     torch's fused kernel wants one dtype and reduces in fp32 inside, so the parameters are rounded to the input's dtype here:
-    the same roundings as openpi's bf16 mode, without an fp32 copy of the activations.
+    the same roundings as openpi's bf16 mode, without an fp32 copy of the activations. The project's kernel does the same, but gives
+    fp32 parameters their gradients unrounded.
     """
 
-    def forward(self, hidden_BSH: Tensor) -> Tensor:
-        """Normalise the last axis."""
+    @overload
+    def forward(self, hidden_BSH: Tensor) -> Tensor: ...
+
+    @overload
+    def forward(self, hidden_BSH: Tensor, update_BSH: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, hidden_BSH: Tensor, update_BSH: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise the last axis. With `update_BSH`: (hidden + update, that normalised), on GPUs in one kernel.
+
+        The addition is in here because whoever reads weights of this module must call it: sharding gathers them then.
+        """
+        if layer_norm_op.can_run(hidden_BSH, self.weight, self.bias, update_BSH):
+            if update_BSH is None:
+                return layer_norm_op.layer_norm(hidden_BSH, self.weight, self.bias, self.eps)
+            return layer_norm_op.add_layer_norm(hidden_BSH, update_BSH, self.weight, self.bias, self.eps)
+        if update_BSH is not None:
+            hidden_BSH = hidden_BSH + update_BSH
         weight_H, bias_H = self.weight.to(hidden_BSH.dtype), self.bias.to(hidden_BSH.dtype)
-        return F.layer_norm(hidden_BSH, self.normalized_shape, weight_H, bias_H, self.eps)
+        normalized_BSH = F.layer_norm(hidden_BSH, self.normalized_shape, weight_H, bias_H, self.eps)
+        return normalized_BSH if update_BSH is None else (hidden_BSH, normalized_BSH)
 
 
 def _rms_normalized(hidden_BSH: Tensor, epsilon: float) -> Tensor:

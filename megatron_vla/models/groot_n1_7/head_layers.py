@@ -56,8 +56,8 @@ class VisionLanguageLayer(nn.Module):
         """Residual stream -> residual stream."""
         tokens_BSH = gather_samples(self.norm1(hidden_BSH), num_tokens, self.tensor_parallel)
         attended = self.attention.read(tokens_BSH, None, mask_B11S)
-        hidden_BSH = hidden_BSH + self.dropout(attended)
-        return hidden_BSH + self.mlp(self.norm2(hidden_BSH))
+        hidden_BSH, normalized_BSH = self.norm2(hidden_BSH, self.dropout(attended))
+        return hidden_BSH + self.mlp(normalized_BSH)
 
 
 class DitBlock(nn.Module):
