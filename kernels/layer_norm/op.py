@@ -23,12 +23,14 @@ MAX_WIDTH = 16 * UNIT  # for a warp holds a row in its registers
 MAX_ROWS = 2**30
 
 if _LAUNCHER is not None:
-    _POINTER, _ROWS, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     _LAUNCHER.layer_norm_forward.argtypes = [
-        *[*[_POINTER] * 4, _INT, *[_POINTER] * 4],
-        *[_ROWS, _INT, ctypes.c_float, _INT, _POINTER],
+        *[*[ctypes.c_void_p] * 4, ctypes.c_int],
+        *[*[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_int, ctypes.c_void_p],
     ]
-    _LAUNCHER.layer_norm_backward.argtypes = [*[_POINTER] * 6, _INT, *[_POINTER] * 4, _ROWS, _INT, _INT, _POINTER]
+    _LAUNCHER.layer_norm_backward.argtypes = [
+        *[*[ctypes.c_void_p] * 6, ctypes.c_int],
+        *[*[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_void_p],
+    ]
 
 
 def _fits(*tensors: Tensor) -> bool:
@@ -82,8 +84,8 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Te
 
 @_layer_norm.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = (x.new_empty(x.shape[:-1], dtype=wide_dtype(x.dtype)) for _ in range(2))
-    return x.new_empty(x.shape), *statistics
+    mean, rstd = (x.new_empty(x.shape[:-1], dtype=wide_dtype(x.dtype)) for _ in range(2))
+    return x.new_empty(x.shape), mean, rstd
 
 
 @torch.library.custom_op("megatron_vla::add_layer_norm", mutates_args=())
@@ -101,8 +103,8 @@ def _add_layer_norm(
 
 @_add_layer_norm.register_fake
 def _(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    statistics = (x.new_empty(x.shape[:-1], dtype=wide_dtype(x.dtype)) for _ in range(2))
-    return x.new_empty(x.shape), x.new_empty(x.shape), *statistics
+    mean, rstd = (x.new_empty(x.shape[:-1], dtype=wide_dtype(x.dtype)) for _ in range(2))
+    return x.new_empty(x.shape), x.new_empty(x.shape), mean, rstd
 
 
 @torch.library.custom_op("megatron_vla::layer_norm_backward", mutates_args=())
@@ -165,6 +167,11 @@ class _AddLayerNorm(torch.autograd.Function):
         return both, both, weight_gradient, bias_gradient, None
 
 
+def has_width(width: int) -> bool:
+    """Whether rows of this width have a kernel."""
+    return 0 < width <= MAX_WIDTH and width % UNIT == 0
+
+
 def can_run(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> bool:
     """Whether the kernel can take this norm, with the addition of `residual` if that is given."""
     return (
@@ -175,8 +182,7 @@ def can_run(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = N
         and weight.dtype == bias.dtype
         and weight.dtype in (torch.bfloat16, torch.float32)
         and x.is_contiguous()
-        and 0 < x.shape[-1] <= MAX_WIDTH
-        and x.shape[-1] % UNIT == 0
+        and has_width(x.shape[-1])
         and weight.shape == bias.shape == x.shape[-1:]
         and (residual is None or (residual.dtype == x.dtype and residual.shape == x.shape and residual.is_contiguous()))
         # Autocast computes this norm in fp32, and gives fp32.

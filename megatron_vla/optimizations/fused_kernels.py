@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.kernels import SELECTION
+from megatron_vla.kernels.layer_norm import op as layer_norm
+from megatron_vla.models.common.normalization import LayerNorm
 from megatron_vla.models.registry import ModelFamily
 
 FLAG = "--no-fused-kernels"
+# What is computed, by which kernel, whether that was built, and which models can use it. Kernels of single optimizations are in
+# those optimizations' lines.
+KERNELS: tuple[tuple[str, str, bool, Callable[[nn.Module, OptimizationConfig], bool]], ...] = (
+    ("layer norms", "layer_norm", layer_norm.IS_BUILT, lambda model, config: _has_layer_norms(model)),
+)
 
 
 def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, report: Callable[[str], None]) -> nn.Module:
@@ -19,4 +27,22 @@ def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, rep
     SELECTION.enabled = config.fused_kernels
     if not config.fused_kernels:
         report(f"fused kernels: none, PyTorch operations instead ({FLAG})")
+        return model
+    for what, kernel, is_built, can_use in KERNELS:
+        if can_use(model, config):
+            report(f"{what}: {code_of(kernel, is_built)}")
     return model
+
+
+def code_of(kernel: str, is_built: bool) -> str:
+    """Which code runs, of a kernel that takes what its conditions allow."""
+    if not SELECTION.enabled:
+        return f"PyTorch operations ({FLAG})"
+    return "the fused kernel" if is_built else f"PyTorch operations (kernels/{kernel} was not built)"
+
+
+def _has_layer_norms(model: nn.Module) -> bool:
+    """Of a width that the kernel has, in a model whose activations are bf16 on a GPU."""
+    widths = [module.normalized_shape[0] for module in model.modules() if isinstance(module, LayerNorm)]
+    is_bf16 = any(p.is_cuda and p.dtype == torch.bfloat16 for p in model.parameters())
+    return is_bf16 and any(layer_norm.has_width(width) for width in widths)
