@@ -24,12 +24,23 @@ MAX_ROWS = 2**30
 
 if _LAUNCHER is not None:
     _LAUNCHER.layer_norm_forward.argtypes = [
-        *[*[ctypes.c_void_p] * 4, ctypes.c_int],
-        *[*[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_int, ctypes.c_void_p],
+        *([ctypes.c_void_p] * 4),
+        ctypes.c_int,
+        *([ctypes.c_void_p] * 4),
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.c_float,
+        ctypes.c_int,
+        ctypes.c_void_p,
     ]
     _LAUNCHER.layer_norm_backward.argtypes = [
-        *[*[ctypes.c_void_p] * 6, ctypes.c_int],
-        *[*[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_void_p],
+        *([ctypes.c_void_p] * 6),
+        ctypes.c_int,
+        *([ctypes.c_void_p] * 4),
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_void_p,
     ]
 
 
