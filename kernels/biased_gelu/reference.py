@@ -1,4 +1,4 @@
-"""gelu_tanh and its backward with the sums of the columns, in PyTorch: the order of roundings that csrc/biased_gelu.cu keeps."""
+"""gelu_tanh, and its backward with the sums of the columns, in PyTorch: the roundings that csrc/biased_gelu.cu keeps."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class FeedForward(nn.Module):
     def _activated(self, hidden: Tensor) -> Tensor:
         """activation(fc1(hidden)): [..., H] -> [..., F]."""
         fc1 = self.fc1
-        if self.can_fuse_bias and biased_gelu.can_run(hidden, fc1.weight, fc1.bias):
+        if isinstance(fc1, nn.Linear) and self.can_fuse_bias and biased_gelu.can_run(hidden, fc1.weight, fc1.bias):
             return biased_gelu.gelu_with_bias(F.linear(hidden, fc1.weight, fc1.bias.detach()), fc1.bias)
         return self.activation(fc1(hidden))
 
