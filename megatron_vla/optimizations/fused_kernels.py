@@ -19,7 +19,7 @@ FLAG = "--no-fused-kernels"
 
 def _has_biased_gelu(model: nn.Module) -> bool:
     layers = (m for m in model.modules() if isinstance(m, FeedForward) and m.can_fuse_bias)
-    return any(m.fc1.weight.dtype == torch.bfloat16 for m in layers)
+    return any(m.fc1.weight.is_cuda and m.fc1.weight.dtype == torch.bfloat16 for m in layers)
 
 
 @dataclass(frozen=True)
