@@ -68,7 +68,7 @@ def _(logits_BMK: Tensor, scale: float, mask_B1N: Tensor | None, num_keys: int, 
 
 
 def can_run(logits_BMK: Tensor, mask_B1N: Tensor | None, num_keys: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel takes these tensors. Autocast changes nothing: the logits are fp32 already, the result's dtype is given."""
+    """Whether the kernel takes these tensors. Autocast does not matter: the dtypes of the logits and the result are given."""
     num_samples, _, width = logits_BMK.shape
     return (
         IS_BUILT
@@ -93,9 +93,7 @@ def _is_readable(mask_B1N: Tensor, num_samples: int, num_keys: int) -> bool:
     )
 
 
-def masked_softmax(
-    logits_BMK: Tensor, scale: float, mask_B1N: Tensor | None, num_keys: int, dtype: torch.dtype
-) -> Tensor:
+def masked_softmax(logits_BMK: Tensor, scale: float, mask_B1N: Tensor | None, num_keys: int, dtype: torch.dtype) -> Tensor:
     """softmax(logits * scale + mask) -> [B, M, K] in `dtype`; the keys from `num_keys` on are hidden. No derivative."""
     if can_run(logits_BMK, mask_B1N, num_keys, dtype):
         return torch.ops.megatron_vla.masked_softmax(logits_BMK, scale, mask_B1N, num_keys, dtype)

@@ -79,12 +79,12 @@ constexpr int blocks_for(int count) { return count <= 5 ? 4 : count <= 7 ? 3 : 2
 template <int kCount>
 __global__ void __launch_bounds__(kThreads, blocks_for(kCount))
     softmax_kernel(const float4* __restrict__ logits, Mask mask, uint2* __restrict__ output, int64_t rows_of_sample,
-                   int64_t blocks_of_sample, int width, float scale) {
+                   int blocks_of_sample, int width, float scale) {
     __shared__ float4 added[kCount * kLanes];
     const int lane = threadIdx.x % kLanes;
-    const int64_t block = static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x;
+    const int block = static_cast<int>(gridDim.x - 1 - blockIdx.x);
     const int64_t sample = block / blocks_of_sample;
-    const int64_t begin = (block - sample * blocks_of_sample) * kRows;
+    const int64_t begin = static_cast<int64_t>(block % blocks_of_sample) * kRows;
     const int64_t end = min(begin + kRows, rows_of_sample);
     int64_t row = begin + threadIdx.x / kLanes;
     const float4* source = logits + (sample * rows_of_sample + row) * width;
@@ -139,7 +139,7 @@ void launch(int count, const void* logits, const Mask& mask, void* output, int64
     const int64_t blocks = (rows + kRows - 1) / kRows;
     const dim3 grid(static_cast<unsigned>(samples * blocks));
     softmax_kernel<kCount><<<grid, kThreads, 0, queue>>>(static_cast<const float4*>(logits), mask, static_cast<uint2*>(output), rows,
-                                                         blocks, width, scale);
+                                                         static_cast<int>(blocks), width, scale);
 }
 
 }  // namespace
