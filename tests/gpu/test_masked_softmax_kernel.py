@@ -56,8 +56,8 @@ def check(logits: Tensor, mask: Tensor | None, num_keys: int) -> Tensor:
     assert op.can_run(logits, mask, num_keys, torch.bfloat16)
     found = op.masked_softmax(logits, SCALE, mask, num_keys, torch.bfloat16)
     expected, scaled = exact(logits, mask, num_keys)
-    # bf16 rounds by a relative 2^-8 at most. Before that come a relative 2e-6, and fp32's roundings of scale * logit + mask and of
-    # its distance to the maximum. Results below 2^-126 may be 0.
+    # bf16 rounds by a relative 2^-8 at most. Before that come a relative 2e-6, and fp32's roundings of scale * logit + mask
+    # and of its distance to the maximum. Results below 2^-126 may be 0.
     finite = scaled.masked_fill(scaled.isinf(), 0.0).abs()
     rounding = 2e-6 + 2.0**-22 * (finite + finite.amax(-1, keepdim=True))
     assert ((found.double() - expected).abs() <= expected * (2.0**-8 + 1.01 * rounding) + 2.0**-126).all()
