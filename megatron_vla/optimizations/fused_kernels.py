@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -11,35 +10,29 @@ from torch import nn
 from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.kernels import SELECTION
 from megatron_vla.kernels.biased_gelu import op as biased_gelu
+from megatron_vla.kernels.masked_softmax import op as masked_softmax
 from megatron_vla.models.common.feed_forward import FeedForward
 from megatron_vla.models.registry import ModelFamily
 
 FLAG = "--no-fused-kernels"
 
 
-def _has_biased_gelu(model: nn.Module) -> bool:
+def _has_biased_gelu(model: nn.Module, config: OptimizationConfig) -> bool:
     layers = (m for m in model.modules() if isinstance(m, FeedForward) and m.can_fuse_bias)
     return any(m.fc1.weight.is_cuda and m.fc1.weight.dtype == torch.bfloat16 for m in layers)
 
 
-@dataclass(frozen=True)
-class ReportedKernel:
-    """A kernel that no other optimization reports: what it computes, its folder, and which models can use it."""
-
-    label: str
-    folder: str
-    is_built: bool
-    can_use: Callable[[nn.Module], bool]
-
-
-KERNELS = (ReportedKernel("GELU of biased layers", "biased_gelu", biased_gelu.IS_BUILT, _has_biased_gelu),)
-
-
-def code_of(kernel: str, is_built: bool) -> str:
-    """Which code runs, of a kernel that takes what its conditions allow."""
-    if not SELECTION.enabled:
-        return f"PyTorch operations ({FLAG})"
-    return "the fused kernel" if is_built else f"PyTorch operations (kernels/{kernel} was not built)"
+# What is computed, by which kernel, whether that was built, and which models can use it. Kernels of single optimizations are in
+# those optimizations' lines.
+KERNELS: tuple[tuple[str, str, bool, Callable[[nn.Module, OptimizationConfig], bool]], ...] = (
+    (
+        "softmax of attention",
+        "masked_softmax",
+        masked_softmax.IS_BUILT,
+        lambda model, config: config.attention_backend == "matmul",
+    ),
+    ("GELU of biased layers", "biased_gelu", biased_gelu.IS_BUILT, _has_biased_gelu),
+)
 
 
 def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, report: Callable[[str], None]) -> nn.Module:
@@ -49,7 +42,14 @@ def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, rep
     if not config.fused_kernels:
         report(f"fused kernels: none, PyTorch operations instead ({FLAG})")
         return model
-    for kernel in KERNELS:
-        if kernel.can_use(model):
-            report(f"{kernel.label}: {code_of(kernel.folder, kernel.is_built)}")
+    for what, kernel, is_built, can_use in KERNELS:
+        if can_use(model, config):
+            report(f"{what}: {code_of(kernel, is_built)}")
     return model
+
+
+def code_of(kernel: str, is_built: bool) -> str:
+    """Which code runs, of a kernel that takes what its conditions allow."""
+    if not SELECTION.enabled:
+        return f"PyTorch operations ({FLAG})"
+    return "the fused kernel" if is_built else f"PyTorch operations (kernels/{kernel} was not built)"

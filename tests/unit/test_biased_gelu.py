@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,7 +116,7 @@ def test_which_layers_take_it(calls: list[torch.Size]) -> None:
 @pytest.mark.parametrize("is_built", [True, False])
 def test_the_report_says_which_code_runs(is_built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SELECTION, "enabled", SELECTION.enabled)
-    (kernel,) = (k for k in fused_kernels.KERNELS if k.folder == "biased_gelu")
+    ((label, folder),) = ((k[0], k[1]) for k in fused_kernels.KERNELS if k[1] == "biased_gelu")
     code = "the fused kernel" if is_built else "PyTorch operations (kernels/biased_gelu was not built)"
 
     def report_of(used: bool) -> list[str]:
@@ -127,7 +126,7 @@ def test_the_report_says_which_code_runs(is_built: bool, monkeypatch: pytest.Mon
         return lines
 
     assert report_of(True) == [], "no layer on a CPU can use it"
-    monkeypatch.setattr(fused_kernels, "KERNELS", (replace(kernel, is_built=is_built, can_use=lambda model: True),))
+    monkeypatch.setattr(fused_kernels, "KERNELS", ((label, folder, is_built, lambda model, config: True),))
     assert report_of(True) == [f"GELU of biased layers: {code}"]
     assert report_of(False) == ["fused kernels: none, PyTorch operations instead (--no-fused-kernels)"]
 
