@@ -9,15 +9,38 @@ from torch import nn
 
 from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.kernels import SELECTION
+from megatron_vla.kernels.biased_gelu import op as biased_gelu
 from megatron_vla.kernels.layer_norm import op as layer_norm
+from megatron_vla.kernels.masked_softmax import op as masked_softmax
+from megatron_vla.models.common.feed_forward import FeedForward
 from megatron_vla.models.common.normalization import LayerNorm
 from megatron_vla.models.registry import ModelFamily
 
 FLAG = "--no-fused-kernels"
+
+
+def _has_biased_gelu(model: nn.Module, config: OptimizationConfig) -> bool:
+    layers = (m for m in model.modules() if isinstance(m, FeedForward) and m.can_fuse_bias)
+    return any(m.fc1.weight.is_cuda and m.fc1.weight.dtype == torch.bfloat16 for m in layers)
+
+
+def _has_layer_norms(model: nn.Module, config: OptimizationConfig) -> bool:
+    widths = [module.normalized_shape[0] for module in model.modules() if isinstance(module, LayerNorm)]
+    is_bf16 = any(p.is_cuda and p.dtype == torch.bfloat16 for p in model.parameters())
+    return is_bf16 and any(layer_norm.has_width(width) for width in widths)
+
+
 # What is computed, by which kernel, whether that was built, and which models can use it. Kernels of single optimizations are in
 # those optimizations' lines.
 KERNELS: tuple[tuple[str, str, bool, Callable[[nn.Module, OptimizationConfig], bool]], ...] = (
-    ("layer norms", "layer_norm", layer_norm.IS_BUILT, lambda model, config: _has_layer_norms(model)),
+    (
+        "softmax of attention",
+        "masked_softmax",
+        masked_softmax.IS_BUILT,
+        lambda model, config: config.attention_backend == "matmul",
+    ),
+    ("GELU of biased layers", "biased_gelu", biased_gelu.IS_BUILT, _has_biased_gelu),
+    ("layer norms", "layer_norm", layer_norm.IS_BUILT, _has_layer_norms),
 )
 
 
@@ -39,10 +62,3 @@ def code_of(kernel: str, is_built: bool) -> str:
     if not SELECTION.enabled:
         return f"PyTorch operations ({FLAG})"
     return "the fused kernel" if is_built else f"PyTorch operations (kernels/{kernel} was not built)"
-
-
-def _has_layer_norms(model: nn.Module) -> bool:
-    """Of a width that the kernel has, in a model whose activations are bf16 on a GPU."""
-    widths = [module.normalized_shape[0] for module in model.modules() if isinstance(module, LayerNorm)]
-    is_bf16 = any(p.is_cuda and p.dtype == torch.bfloat16 for p in model.parameters())
-    return is_bf16 and any(layer_norm.has_width(width) for width in widths)
