@@ -2,7 +2,7 @@
 // it, and backward with the gradient that reaches the sum on its other way.
 //
 // A warp takes a row of 128 * K columns at a time. Rows come through asynchronous copies into shared memory: a warp's next rows are
-// under way while it computes. Every lane reads only what it has copied itself, so no barrier is needed.
+// under way while it computes. Every lane reads only what it has copied itself, so rows need no barrier.
 //
 // Statistics are fp32, in two passes: mean, then the sum of squared deviations. The column sums of backward are fp32: per lane,
 // then over the warps of a block, then over the blocks, in an order that never changes.
@@ -292,7 +292,8 @@ __global__ void __launch_bounds__(kBackwardWarps<K> * kLanes, 1)
 constexpr int kSlices = 16;
 
 // partial [blocks, 2 * width] -> column sums, in fp32 or rounded once. A block takes 32 columns, a warp every kSlices-th row.
-__global__ void __launch_bounds__(kSlices* kLanes) sum_kernel(const float* partial, void* dweight, void* dbias, bool is_fp32, int width, int blocks) {
+__global__ void __launch_bounds__(kSlices* kLanes)
+    sum_kernel(const float* partial, void* dweight, void* dbias, bool is_fp32, int width, int blocks) {
     __shared__ float sums[kSlices][kLanes];
     const int lane = threadIdx.x % kLanes, slice = threadIdx.x / kLanes, column = blockIdx.x * kLanes + lane;
     float total = 0.0f;
@@ -367,7 +368,8 @@ int launch_backward(const void* dy, const void* extra, const void* x, const void
 }  // namespace
 
 // Device addresses of contiguous matrices [rows, width], aligned to 16 bytes, and of parameters and their gradients, bf16 or
-// (is_fp32) fp32. width: 128 times 1 to 16; rows: 1 to 2^30; processors: the device's multiprocessors. Both return a CUDA error code.
+// (is_fp32) fp32. width: 128 times 1 to 16; rows: 1 to 2^30; processors: the device's multiprocessors. Both return a
+// CUDA error code.
 
 // residual and sum: null for a norm without an addition.
 extern "C" int layer_norm_forward(const void* x, const void* residual, const void* weight, const void* bias, int is_fp32, void* sum,
