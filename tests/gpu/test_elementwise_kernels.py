@@ -43,7 +43,7 @@ def test_gated_gelu_errs_no_more_than_torch(shape: tuple[int, ...], is_compiled:
     exact = both_ways(values.double(), gradient, gated_gelu_reference)
     for mine, reference, truth in zip(found, theirs, exact, strict=True):
         assert (mine.double() - truth).abs().max() <= 2 * (reference.double() - truth).abs().max()
-        # tanhf may differ in the last bit, which then moves single bf16 roundings.
+        # tanh differs in the last bits, which moves single bf16 roundings.
         assert (mine != reference).float().mean() <= 1e-3
 
 

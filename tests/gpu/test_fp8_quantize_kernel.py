@@ -92,7 +92,7 @@ def test_joined_weights_lie_side_by_side() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gated_gelu_and_its_backward(shape: tuple[int, int]) -> None:
-    """tanhf may differ in the last bit from torch's, which then moves single roundings."""
+    """tanh differs in the last bits from torch's, which moves single roundings."""
     num_rows, width = shape
     gate_up, gradient = drawn(num_rows, 2 * width, seed=1, factor=2.0), drawn(num_rows, width, seed=2)
     for (rows, columns), slot, reference, dtype in (
@@ -140,8 +140,8 @@ def test_an_mlp_is_near_bf16_from_the_first_step_on(compiled: bool) -> None:
     exact = GatedMlp(512, 1024, NOT_PARALLEL).bfloat16().to(DEVICE)
     exact.load_state_dict(mlp.state_dict())
     run: Any = torch.compile(mlp, fullgraph=True, dynamic=False) if compiled else mlp
-    # Inputs 20 times as large saturate once, and what is computed from them then, once more. Their gate gradients reach from the
-    # slope's zeros to its ones: 0.16 is lost of them in E5M2, by the reference code too.
+    # Inputs 20 times as large saturate once, and what is computed from them then, once more. Their gate gradients reach from
+    # the slope's zeros to its ones: 0.16 is lost of them in E5M2, by the reference code too.
     for step, (size, limit) in enumerate(((1.0, 0.12), (1.0, 0.12), (20.0, None), (20.0, None), (20.0, 0.2), (1.0, 0.12))):
         hidden, gradient = drawn(3, 50, 512, seed=10 + step, factor=size), drawn(3, 50, 512, seed=20 + step, factor=1e-4)
         found, expected = pass_of(run, mlp, hidden, gradient), pass_of(exact, exact, hidden, gradient)
