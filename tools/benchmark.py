@@ -8,7 +8,8 @@ graph launched), host synchronisations and graph launches of one profiled steady
 fixed draws and their difference to the rung above. A rung may set "num_processes": it then runs under torchrun, samples/s and
 memory are per GPU, and the share of the communication time that other kernels hide is reported. With a graph runner, --warmup
 must cover its own warm-up steps and the captures ("spoiled_steps" counts what did not fit). --profile FOLDER writes what the
-profiled step consists of (tools/step_profile.py), which explains a figure without another run.
+profiled step consists of (tools/step_profile.py), which explains a figure without another run. On NVIDIA GPUs clock, power and
+what limits the clock are recorded with every rung (tools/gpu_clock.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import datetime
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from gpu_clock import ClockLog
 from step_profile import activities_of, write_profile
 
 # Dense bf16 datasheet rates in FLOP/s, by a piece of the name that torch reports.
@@ -35,6 +38,7 @@ PEAK_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e
 HOST_SYNC_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 PROFILED = ("kernels", "kernels_in_graphs", "copies", "host_syncs", "graph_launches")
 NUM_COMPARED_LOSSES = 10
+EXCEPTION_LINE = re.compile(r"^(\[\w+\]:\s*)?[\w.]*(Error|Exception)\b")
 
 
 def parse() -> argparse.Namespace:
@@ -70,7 +74,8 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int, pr
         stepper = _Stepper(run, warmup + steps + 1)
         losses = [stepper.step(stepper.fetch()) for _ in range(warmup)]
         before_timing = run.runner.counters()
-        times_ms, timed_losses = stepper.timed(steps, on_gpu)
+        with ClockLog(str(torch.cuda.get_device_properties(groups.device).uuid) if on_gpu else None) as clock:
+            times_ms, timed_losses = stepper.timed(steps, on_gpu)
         losses += timed_losses
         peaks_gib: list[float] = [0.0] * groups.world_size
         dist.all_gather_object(peaks_gib, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0, group=groups.host_group)
@@ -100,6 +105,7 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int, pr
             "reserved_memory_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2) if on_gpu else None,
             "model_tflop_per_sample": round(flops / 1e12, 3),
             "mfu": round(flops * samples / (step_ms * 1e-3) / peak_rate, 4) if peak_rate else None,
+            **clock.figures,
             **profiled,
             **_runner_figures(run.runner.counters(), before_timing),
             "losses": [float(loss) for loss in losses[:NUM_COMPARED_LOSSES]],
@@ -261,9 +267,11 @@ def _run_rung(rung: dict[str, Any], flags: list[str], arguments: argparse.Namesp
         command += [] if arguments.profile is None else ["--profile", str(arguments.profile)]
         finished = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
         if finished.returncode:
-            last_lines = (finished.stderr or finished.stdout).strip().splitlines()[-12:]
-            print("\n".join(last_lines), flush=True)
-            return {"name": rung["name"], "flags": flags, "error": last_lines[-1] if last_lines else "killed"}
+            lines = (finished.stderr or finished.stdout).strip().splitlines() or ["killed"]
+            print("\n".join(lines[-60:]), flush=True)
+            # Warnings of libraries follow the exception.
+            error = next((line for line in reversed(lines) if EXCEPTION_LINE.search(line)), lines[-1])
+            return {"name": rung["name"], "flags": flags, "error": error}
         result: dict[str, Any] = json.loads(output.read_text())
         return result
 
@@ -322,6 +330,8 @@ def _line(rung: dict[str, Any]) -> str:
         show(rung["host_syncs"], "host syncs"),
         show(rung["graph_launches"], "graph launches"),
     ]
+    if "sm_clock_mhz" in rung:
+        figures += [show(rung["sm_clock_mhz"], "MHz"), show(rung["power_w"], "W")]
     return f"   {rung['name']}: " + ", ".join(figures)
 
 

@@ -24,7 +24,6 @@ from megatron_vla.data.conversion import (
     ConversionSettings,
     ShardPlan,
     ShardResult,
-    alone_in,
     convert_shard,
     merge_shards,
     plan_shards,
@@ -33,6 +32,7 @@ from megatron_vla.data.conversion import (
 )
 from megatron_vla.data.conversion_source import ConversionSource, open_source
 from megatron_vla.data.dataset_check import CheckSettings, check_dataset
+from megatron_vla.file_lock import alone_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def convert(config: PrepareConfig, source_path: Path, output: Path) -> int:
     source = open_source(source_path, config.mapping, str(work / "index"))
     settings = ConversionSettings(config.storage, config.video_codec, config.crf, config.gop, config.verify_frames)
     plans = plan_shards(source, source_path, config.mapping, work, settings, config.episodes_per_shard)
-    with alone_in(work):
+    with alone_in(work, "conversion"):
         if config.overwrite:
             for folder in (*work.glob("shard-*"), work / "dataset"):
                 shutil.rmtree(folder, ignore_errors=True)

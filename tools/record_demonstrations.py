@@ -43,6 +43,7 @@ from megatron_vla.evaluation.environments.interface import (
     environment_backend,
 )
 from megatron_vla.evaluation.environments.rendering import choose_backend
+from megatron_vla.file_lock import alone_in
 
 RECORDING_FILE = "meta/recording.json"
 MAX_ATTEMPTS = 20
@@ -335,23 +336,35 @@ def is_reusable(config: RecordingConfig) -> bool:
 
 def record(config: RecordingConfig) -> Path:
     """Record everything and return the dataset's folder, which appears only when it is complete."""
-    from tqdm import tqdm
-
     check(config)
     root = Path(config.output)
     if is_reusable(config):
         print(f"{root}: complete with these settings, reused")
         return root
     partial = root.with_name(root.name + ".partial")
-    if partial.exists():
-        print(f"{partial}: left by an interrupted recording, removed")
+    with alone_in(partial, "recording"):
+        dataset = partial / "dataset"
+        if dataset.exists():
+            print(f"{partial}: left by an interrupted recording, removed")
+            shutil.rmtree(dataset)
+        _record_into(dataset, config)
+        if root.exists():
+            root.rmdir()
+        dataset.rename(root)
         shutil.rmtree(partial)
+    return root
+
+
+def _record_into(dataset: Path, config: RecordingConfig) -> None:
+    """Record all episodes, then what is told about them."""
+    from tqdm import tqdm
+
     os.environ["MUJOCO_GL"] = gl = choose_backend()
     print(f"rendering with MUJOCO_GL={gl}, fast rendering {'on' if config.fast_rendering else 'off'}")
     backend, environment, tasks = chosen(config)
     fps = backend.fps(environment)
     writer = LeRobotWriter(
-        partial,
+        dataset,
         fps=int(fps) if fps.is_integer() else fps,
         features=dataset_features(config, backend),
         robot_type=backend.robot_type,
@@ -367,14 +380,10 @@ def record(config: RecordingConfig) -> Path:
         fields = ("task", "number", "attempts", "environment_seed", "noisy")
         log.append({f: getattr(episode, f) for f in fields} | {"length": len(episode.actions_TA)})
     writer.finalize()
-    save_montage(list(montage.values()), partial / "montage.png")
+    save_montage(list(montage.values()), dataset / "montage.png")
     versions = {package: version(package) for package in backend.packages}
     recording = {"settings": settings(config), "gl_backend": gl, "versions": versions, "episodes": log}
-    (partial / RECORDING_FILE).write_text(json.dumps(recording, indent=1))
-    if root.exists():
-        root.rmdir()
-    partial.rename(root)
-    return root
+    (dataset / RECORDING_FILE).write_text(json.dumps(recording, indent=1))
 
 
 def print_summary(root: Path) -> None:

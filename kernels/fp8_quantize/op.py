@@ -1,7 +1,8 @@
 """FP8 operands in both layouts as custom ops: the kernels where they were built, else the reference.
 
-Every operand has a slot, fp32 [4]: the factor that it is multiplied by, the factor's reciprocal, the largest magnitude met
-since somebody last looked, and whether the factor is known. The ops write to it without saying so: nothing in a compiled graph
+Every operand has a slot, fp32 [4] at a multiple of 16 bytes: the reciprocal of the factor that it is multiplied by (first, as
+cuBLASLt refuses a scale at any other address), the factor, the largest magnitude met since somebody last looked, and whether
+the factor is known. The ops write to it without saying so: nothing in a compiled graph
 depends on what they write (the products' `scale` arguments read the slot when they run, which is after the op that made their
 operand), and a declared mutation would put copies around every call.
 
@@ -30,7 +31,7 @@ from megatron_vla.kernels.gated_gelu.reference import gated_gelu_reference
 
 ACTIVATION_DTYPE = torch.float8_e4m3fn
 GRADIENT_DTYPE = torch.float8_e5m2
-SCALE, RECIPROCAL, LARGEST, IS_KNOWN = range(4)
+RECIPROCAL, SCALE, LARGEST, IS_KNOWN = range(4)
 
 _LAUNCHER = load_launcher("fp8_quantize")
 IS_BUILT = _LAUNCHER is not None
@@ -67,10 +68,10 @@ def _calibrate(slot: Tensor, parts: list[Tensor], dtype: torch.dtype) -> None:
     """Give `slot` a factor if it has none; without host synchronisation."""
     largest = largest_magnitude(parts)
     usable = largest.isfinite() & (largest > 0)
-    factors = torch.stack(power_of_two_scale(torch.where(usable, largest, 1.0), dtype))
+    scale, reciprocal = power_of_two_scale(torch.where(usable, largest, 1.0), dtype)
     is_new = usable & (slot[IS_KNOWN] == 0)
-    slot[: RECIPROCAL + 1] = torch.where(is_new, factors, slot[: RECIPROCAL + 1])
-    slot[IS_KNOWN] = torch.where(is_new, 1.0, slot[IS_KNOWN])
+    for column, value in ((SCALE, scale), (RECIPROCAL, reciprocal), (IS_KNOWN, torch.ones_like(scale))):
+        slot[column] = torch.where(is_new, value, slot[column])
 
 
 def _quantize_by_reference(parts: list[Tensor], slot: Tensor, dtype: torch.dtype, transposed: bool) -> tuple[Tensor, Tensor]:

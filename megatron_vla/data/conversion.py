@@ -8,7 +8,6 @@ shards that have none. Shape legend: E episodes, C channels.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -18,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import get_context
@@ -82,20 +80,6 @@ class ShardResult:
     sampled: dict[str, int]
     low: dict[str, list[float]]
     high: dict[str, list[float]]
-
-
-@contextmanager
-def alone_in(work: Path) -> Iterator[None]:
-    """Hold the work folder. Raises ValueError while another conversion does: they would delete each other's shards."""
-    work.mkdir(parents=True, exist_ok=True)
-    with open(work / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as problem:
-            raise ValueError(
-                f"{work}: another conversion is at work here -> wait for it or stop it, or give another --output"
-            ) from problem
-        yield
 
 
 def plan_shards(

@@ -39,6 +39,7 @@ from megatron_vla.evaluation.results import write_json as write_report
 from megatron_vla.evaluation.rollout import Actor, ActRequest, Rollout, RolloutSettings, TrialResult
 from megatron_vla.evaluation.statistics import Share
 from megatron_vla.evaluation.video import finished_film, montage, read_video, write_video
+from megatron_vla.file_lock import alone_in
 
 FILM_FPS = 10.0
 
@@ -102,7 +103,8 @@ def evaluate(
     actor: Actor = (
         expert_actor if policy is None else PolicyActor(policy, config.eval_seed, parse_camera_names(config.eval_camera_map))
     )
-    report = run.finish(trials, actor, policy, description)
+    with alone_in(folder.path, "evaluation"):
+        report = run.finish(trials, actor, policy, description)
     return report, run.results, description
 
 

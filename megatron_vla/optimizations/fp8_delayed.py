@@ -21,8 +21,15 @@ from megatron_vla.optimizations.fp8_product import Accumulation, scaled_product
 from megatron_vla.optimizations.fp8_scaling import DelayedScaling, LayerSlots
 
 
+@torch.library.custom_op("megatron_vla::fp8_delayed_product", mutates_args=())
 def _product(a8: Tensor, a_slot: Tensor, b8: Tensor, b_slot: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    """a @ b^T of [M, K] and [N, K]. A custom op: inductor (torch 2.11) cannot lower `_scaled_mm` whose scales are views."""
     return scaled_product(a8, a_slot[RECIPROCAL], b8, b_slot[RECIPROCAL], dtype, fast)
+
+
+@_product.register_fake
+def _(a8: Tensor, a_slot: Tensor, b8: Tensor, b_slot: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    return a8.new_empty(a8.shape[0], b8.shape[0], dtype=dtype)
 
 
 class _Product(torch.autograd.Function):

@@ -47,9 +47,10 @@ class DelayedScaling:
     def __init__(self, layers: Sequence[str], history_length: int, device: torch.device):
         self.layers = tuple(layers)
         count = len(layers) * len(OPERANDS)
-        # Rows of 16 bytes: generated code copies an input that is not aligned to them, and the ops would write to the copy.
+        # Rows of 16 bytes: generated code copies an input that is not aligned to them, and the ops would write to the copy;
+        # cuBLASLt wants its scales there.
         self._slots = torch.zeros(count, 4, device=device)
-        self._slots[:, : RECIPROCAL + 1] = 1.0
+        self._slots[:, [RECIPROCAL, SCALE]] = 1.0
         # Newest first.
         self._history = torch.zeros(history_length, count, device=device)
         # Operands of layers that a checkpoint knows: without a history too, they go on as they were.

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from megatron_vla.config.optimization import OptimizationConfig
-from megatron_vla.kernels import SELECTION
 from megatron_vla.kernels.gated_gelu import op as gated_gelu
 from megatron_vla.kernels.joined_gradients import op as joined_gradients
 from megatron_vla.models.common.decoder_layer import GatedMlp
 from megatron_vla.models.common.joined_parameters import make_neighbours
 from megatron_vla.models.common.merged_linear import MergesProjections, projection_groups
 from megatron_vla.models.registry import ModelFamily
+from megatron_vla.optimizations.fused_kernels import code_of
 
 FLAG = "--merge-projections"
 
@@ -35,15 +35,8 @@ def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, rep
     if config.neighbouring_weights:
         line += f", {sum(map(make_neighbours, groups))} of which read neighbours in memory"
     if any(isinstance(module, GatedMlp) and module.activation == "gelu_tanh" for module in merging):
-        line += f"; gated GELU: {_code('gated_gelu', gated_gelu.IS_BUILT)}"
+        line += f"; gated GELU: {code_of('gated_gelu', gated_gelu.IS_BUILT)}"
     if any(isinstance(group[0].bias, Tensor) for group in groups):
-        line += f"; gradients of biased products: {_code('joined_gradients', joined_gradients.IS_BUILT)}"
+        line += f"; gradients of biased products: {code_of('joined_gradients', joined_gradients.IS_BUILT)}"
     report(line)
     return model
-
-
-def _code(kernel: str, is_built: bool) -> str:
-    """Which code runs, of a kernel that takes what its conditions allow."""
-    if not SELECTION.enabled:
-        return "PyTorch operations (--no-fused-kernels)"
-    return "the fused kernel" if is_built else f"PyTorch operations (kernels/{kernel} was not built)"

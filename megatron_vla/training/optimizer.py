@@ -177,8 +177,9 @@ class AdamW:
             "negative_step_size": -self._lr / (1 - torch.pow(beta1, self._step)),
         }
         if is_finite is not None:
-            # A step size of 0 makes the denominator infinite and the quotient exactly 0.
-            neutral = {"decay": 1.0, "beta1": 1.0, "beta2": 1.0, "bias_correction2_sqrt": 1.0, "negative_step_size": 0.0}
+            # A step size of 0 makes the denominator infinite and the quotient exactly 0; of -0, a first moment of 0 (rows of an
+            # embedding that no batch has named) gives -0, which leaves a parameter of -0 as it is.
+            neutral = {"decay": 1.0, "beta1": 1.0, "beta2": 1.0, "bias_correction2_sqrt": 1.0, "negative_step_size": -0.0}
             values = {k: torch.where(is_finite, v, neutral[k]) for k, v in values.items()}
         dtypes = {p.main.dtype for p in self.parameters}
         return {d: Coefficients(**{k: v.to(d) for k, v in values.items()}) for d in dtypes}

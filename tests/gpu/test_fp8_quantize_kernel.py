@@ -51,7 +51,7 @@ def drawn(*shape: int, seed: int, factor: float = 1.0) -> Tensor:
 
 
 def slot_of(scale: float) -> Tensor:
-    return torch.tensor([scale, 1 / scale, 0.0, 1.0], device=DEVICE)
+    return torch.tensor([1 / scale, scale, 0.0, 1.0], device=DEVICE)
 
 
 def bits(tensor: Tensor) -> Tensor:

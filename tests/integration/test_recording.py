@@ -19,6 +19,7 @@ from megatron_vla.data.metadata import read_metadata
 from megatron_vla.evaluation.environments import metaworld, rendering
 from megatron_vla.evaluation.environments.interface import Observation, StepResult, TaskSpec, Trial
 from megatron_vla.evaluation.environments.metaworld import CAMERAS, INSTRUCTIONS, MetaWorldEnvironment, task_name
+from megatron_vla.file_lock import alone_in
 from tools import record_demonstrations as recorder
 from tools.record_demonstrations import RecordingConfig, attempt_episode, is_reusable, record, simulate
 
@@ -233,11 +234,14 @@ def test_foreign_and_interrupted_folders(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match="not recorded by this tool"):
         is_reusable(dataclasses.replace(CONFIG, output=str(tmp_path / "mine")))
     partial = tmp_path / "new.partial"
-    partial.mkdir()
+    (partial / "dataset/data").mkdir(parents=True)
+    with alone_in(partial, "recording"), pytest.raises(ValueError, match=r"new\.partial: another recording is at work here"):
+        record(dataclasses.replace(CONFIG, output=str(tmp_path / "new")))
+    assert (partial / "dataset/data").exists()
     monkeypatch.setattr(recorder, "choose_backend", lambda: (_ for _ in ()).throw(ValueError("stop here")))
     with pytest.raises(ValueError, match="stop here"):
         record(dataclasses.replace(CONFIG, output=str(tmp_path / "new")))
-    assert not partial.exists() and not (tmp_path / "new").exists()
+    assert not (partial / "dataset").exists() and not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

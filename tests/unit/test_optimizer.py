@@ -139,6 +139,14 @@ def test_refused_step_changes_nothing(dtype: torch.dtype) -> None:
     assert not torch.equal(before_values[0], values[0])
 
 
+def test_refused_step_keeps_the_sign_of_an_untouched_zero() -> None:
+    parameter = nn.Parameter(torch.tensor([-0.0, 0.0, 1.0]))
+    ours = AdamW([("table", parameter)], CONFIG)
+    ours.advance(1e-2)
+    ours.step([torch.zeros(3)], torch.tensor(0.0), is_finite=torch.tensor(False))
+    assert torch.equal(parameter.detach().view(torch.int32), torch.tensor([-0.0, 0.0, 1.0]).view(torch.int32))
+
+
 def test_gradient_norm_of_bf16_is_accumulated_in_fp64() -> None:
     gradients = [torch.full((1000,), 0.01, dtype=torch.bfloat16), torch.full((10,), 3.0, dtype=torch.bfloat16)]
     exact = torch.cat([g.double() for g in gradients]).norm()

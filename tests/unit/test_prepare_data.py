@@ -26,6 +26,7 @@ from megatron_vla.data.dataset import RobotDataset, build_robot_dataset
 from megatron_vla.data.dataset_check import check_dataset_files
 from megatron_vla.data.frame_source import FrameSource
 from megatron_vla.data.metadata import read_metadata
+from megatron_vla.file_lock import alone_in
 
 CAMERAS = ("observation.images.base", "observation.images.wrist")
 
@@ -125,7 +126,7 @@ def test_shard_damaged_after_it_was_done_is_converted_again(
 def test_second_conversion_to_the_same_place_is_refused(
     rlds: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with conversion.alone_in(tmp_path / "out.partial"):
+    with alone_in(tmp_path / "out.partial", "conversion"):
         assert prepare(*rlds, tmp_path / "out") == 1
     assert "another conversion is at work here -> wait for it" in capsys.readouterr().err
 

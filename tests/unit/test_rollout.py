@@ -24,6 +24,7 @@ from megatron_vla.evaluation.rollout import ActRequest, Rollout, RolloutSettings
 from megatron_vla.evaluation.statistics import PairedTest, Share, binomial_tail
 from megatron_vla.evaluation.video import read_video
 from megatron_vla.evaluation.worker import SimulatorError
+from megatron_vla.file_lock import alone_in
 from megatron_vla.training.checkpoint_folder import BEST_POINTER, best_iteration, in_use_file, remove_old
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # worker processes import fake_suite by its name
@@ -160,6 +161,13 @@ def test_evaluation_reports_films_and_goes_on_where_it_was_killed(tmp_path: Path
     with pytest.raises(ValueError, match=r"holds another evaluation .seed: 0 there, 1 now"):
         closed_loop.evaluate(dataclasses.replace(CONFIG, eval_seed=1), tmp_path, None, {"name": "expert"}, said.append)
     assert description["settings"]["suite"] == "line" and len(results) == 6
+
+
+def test_one_evaluation_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
+    with alone_in(tmp_path, "evaluation"), pytest.raises(ValueError, match="another evaluation is at work here"):
+        closed_loop.evaluate(CONFIG, tmp_path, None, {"name": "expert"}, lambda text: None)
+    assert not (tmp_path / "trials.jsonl").exists()
+    assert closed_loop.evaluate(CONFIG, tmp_path, None, {"name": "expert"}, lambda text: None)[0]["trials"] == 6
 
 
 def test_a_resumed_evaluation_has_the_whole_montage(tmp_path: Path) -> None:

@@ -114,13 +114,13 @@ __device__ __forceinline__ void transpose4(const uint32_t (&rows)[4], uint32_t (
     columns[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// slot: scale, its reciprocal, the largest magnitude so far.
+// slot: the scale's reciprocal, the scale, the largest magnitude so far.
 template <typename Source, __nv_fp8_interpretation_t kFormat>
 __global__ void __launch_bounds__(kThreads) quantize_kernel(Source source, Output output, float* slot) {
     constexpr int kParts = Source::kParts;
     __shared__ __align__(8) uint32_t tile[kParts][kTile * kWords];  // read in pairs of words
     __shared__ uint32_t warp_largest[kThreads / 32];
-    const float scale = slot[0];
+    const float scale = slot[1];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int chunk = lane % kChunks;
     const int64_t first_row = static_cast<int64_t>(blockIdx.y) * kTile, first_column = static_cast<int64_t>(blockIdx.x) * kTile;

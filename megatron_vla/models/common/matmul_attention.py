@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_vla.kernels.masked_softmax.op import masked_softmax
 from megatron_vla.models.common.normalization import at_least_fp32
 
 # Row lengths in elements at which GEMM kernels load 16 bytes at a time, in 2-byte dtypes.
@@ -35,10 +36,7 @@ def matmul_attention(query_BMD: Tensor, key_BKD: Tensor, value_BKD: Tensor, mask
     if missing:
         # Rows of an odd length would make every product and every pass over the logits slow. Padded keys are masked.
         key_BKD, value_BKD = F.pad(key_BKD, (0, 0, 0, missing)), F.pad(value_BKD, (0, 0, 0, missing))
-        if mask_B1K is None:
-            mask_B1K = key_BKD.new_zeros(1, 1, num_keys)
-        mask_B1K = F.pad(mask_B1K, (0, missing), value=float("-inf"))
-    output_BMD: Tensor = _MatmulAttention.apply(query_BMD, key_BKD, value_BKD, mask_B1K)
+    output_BMD: Tensor = _MatmulAttention.apply(query_BMD, key_BKD, value_BKD, mask_B1K, num_keys)
     return output_BMD
 
 
@@ -54,17 +52,17 @@ class _MatmulAttention(torch.autograd.Function):
     """Written out, because the product with a wider result has no derivative in torch, and to store nothing in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, query_BMD: Tensor, key_BKD: Tensor, value_BKD: Tensor, mask_B1K: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, query_BMD: Tensor, key_BKD: Tensor, value_BKD: Tensor, mask_B1K: Tensor | None, num_keys: int
+    ) -> Tensor:
         ctx.scale = query_BMD.shape[-1] ** -0.5
-        logits_BMK = _wide_product(query_BMD, key_BKD.transpose(1, 2)) * ctx.scale
-        if mask_B1K is not None:
-            logits_BMK = logits_BMK + mask_B1K.to(logits_BMK.dtype)
-        weights_BMK = logits_BMK.softmax(dim=-1).to(value_BKD.dtype)
+        logits_BMK = _wide_product(query_BMD, key_BKD.transpose(1, 2))
+        weights_BMK = masked_softmax(logits_BMK, ctx.scale, mask_B1K, num_keys, value_BKD.dtype)
         ctx.save_for_backward(query_BMD, key_BKD, value_BKD, weights_BMK)
         return weights_BMK @ value_BKD
 
     @staticmethod
-    def backward(ctx: Any, gradient_BMD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient_BMD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[override]
         query_BMD, key_BKD, value_BKD, weights_BMK = ctx.saved_tensors
         gradient_BMD = gradient_BMD.contiguous()
         value_gradient_BKD = weights_BMK.transpose(1, 2) @ gradient_BMD
@@ -76,4 +74,4 @@ class _MatmulAttention(torch.autograd.Function):
         logits_gradient_BMK = logits_gradient_BMK.to(query_BMD.dtype)
         query_gradient_BMD = logits_gradient_BMK @ key_BKD
         key_gradient_BKD = logits_gradient_BMK.transpose(1, 2) @ query_BMD
-        return query_gradient_BMD, key_gradient_BKD, value_gradient_BKD, None
+        return query_gradient_BMD, key_gradient_BKD, value_gradient_BKD, None, None

@@ -1,0 +1,1 @@
+"""Softmax of fp32 attention logits with a factor and a mask, rounded once."""
