@@ -1,4 +1,4 @@
-"""`layer_norm`, `add_layer_norm` and `layer_norm_and_input`: custom ops, because compiled layers call them, with their backward.
+"""`layer_norm`, `add_layer_norm`, `layer_norm_and_input`: custom ops, because compiled layers call them, with their backward.
 
 All give gradients to x, weight and bias; `add_layer_norm` hands one gradient to both of the tensors that it adds.
 """
@@ -20,12 +20,25 @@ _LAUNCHER = load_launcher("layer_norm")
 IS_BUILT = _LAUNCHER is not None
 
 if _LAUNCHER is not None:
-    _POINTER, _ROWS, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     _LAUNCHER.layer_norm_forward.argtypes = [
-        *[*[_POINTER] * 4, _INT, *[_POINTER] * 4],
-        *[_ROWS, _INT, ctypes.c_float, _INT, _POINTER],
+        *([ctypes.c_void_p] * 4),
+        ctypes.c_int,
+        *([ctypes.c_void_p] * 4),
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.c_float,
+        ctypes.c_int,
+        ctypes.c_void_p,
     ]
-    _LAUNCHER.layer_norm_backward.argtypes = [*[_POINTER] * 6, _INT, *[_POINTER] * 4, _ROWS, _INT, _INT, _POINTER]
+    _LAUNCHER.layer_norm_backward.argtypes = [
+        *([ctypes.c_void_p] * 6),
+        ctypes.c_int,
+        *([ctypes.c_void_p] * 4),
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
 
 
 def _launch_forward(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
@@ -60,8 +73,8 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Te
 
 @_layer_norm.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = (x.new_empty(x.shape[:-1], dtype=wide_dtype(x.dtype)) for _ in range(2))
-    return x.new_empty(x.shape), *statistics
+    mean, rstd = (x.new_empty(x.shape[:-1], dtype=wide_dtype(x.dtype)) for _ in range(2))
+    return x.new_empty(x.shape), mean, rstd
 
 
 @torch.library.custom_op("megatron_vla::add_layer_norm", mutates_args=())
@@ -79,8 +92,8 @@ def _add_layer_norm(
 
 @_add_layer_norm.register_fake
 def _(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    statistics = (x.new_empty(x.shape[:-1], dtype=wide_dtype(x.dtype)) for _ in range(2))
-    return x.new_empty(x.shape), x.new_empty(x.shape), *statistics
+    mean, rstd = (x.new_empty(x.shape[:-1], dtype=wide_dtype(x.dtype)) for _ in range(2))
+    return x.new_empty(x.shape), x.new_empty(x.shape), mean, rstd
 
 
 @torch.library.custom_op("megatron_vla::layer_norm_backward", mutates_args=())

@@ -1,4 +1,4 @@
-"""`rms_norm`, `add_rms_norm` and `rms_norm_and_input`: custom ops, because compiled layers call them, with their backward.
+"""`rms_norm`, `add_rms_norm`, `rms_norm_and_input`: custom ops, because compiled layers call them, with their backward.
 
 All give gradients to x and weight; `add_rms_norm` hands one gradient to both of the tensors that it adds.
 """
@@ -24,14 +24,26 @@ IS_BUILT = _LAUNCHER is not None
 MIN_WIDTH = 512
 
 if _LAUNCHER is not None:
-    _POINTER, _ROWS, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
     _LAUNCHER.rms_norm_forward.argtypes = [
-        *[*[_POINTER] * 3, _INT, _FLOAT, *[_POINTER] * 3],
-        *[_ROWS, _INT, _FLOAT, _INT, _POINTER],
+        *([ctypes.c_void_p] * 3),
+        ctypes.c_int,
+        ctypes.c_float,
+        *([ctypes.c_void_p] * 3),
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.c_float,
+        ctypes.c_int,
+        ctypes.c_void_p,
     ]
     _LAUNCHER.rms_norm_backward.argtypes = [
-        *[*[_POINTER] * 5, _INT, _FLOAT, *[_POINTER] * 3],
-        *[_ROWS, _INT, _INT, _POINTER],
+        *([ctypes.c_void_p] * 5),
+        ctypes.c_int,
+        ctypes.c_float,
+        *([ctypes.c_void_p] * 3),
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_void_p,
     ]
 
 
@@ -115,9 +127,7 @@ def _rms_norm_backward(
 
 
 @_rms_norm_backward.register_fake
-def _(
-    gradient: Tensor, extra: Tensor | None, x: Tensor, rstd: Tensor, weight: Tensor, offset: float
-) -> tuple[Tensor, Tensor]:
+def _(gradient: Tensor, extra: Tensor | None, x: Tensor, rstd: Tensor, weight: Tensor, offset: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 

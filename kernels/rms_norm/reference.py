@@ -1,8 +1,8 @@
 """The norm and its backward in PyTorch, in the kernel's order of roundings.
 
-Sums and statistics are fp32 (fp64 for fp64 input), and so is `offset + weight`. Rounded to the input's dtype, once each: the sum of a
-residual addition before anything is computed from it, the output, and the input's gradient. `extra`, the gradient that reaches the
-input, or the sum, on its other way, is added before that one rounding.
+Sums and statistics are fp32 (fp64 for fp64 input), and so is `offset + weight`. Rounded to the input's dtype, once each: the
+sum of a residual addition before anything is computed from it, the output, and the input's gradient. `extra`, the gradient that
+reaches the input, or the sum, on its other way, is added before that one rounding.
 """
 
 from __future__ import annotations

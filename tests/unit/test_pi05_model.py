@@ -26,11 +26,13 @@ from pi05_fixtures import (
 )
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vla.config.run import parse_args
 from megatron_vla.models.common.attention import attend, block_attention_mask, token_positions
 from megatron_vla.models.common.attention_mask import key_mask
 from megatron_vla.models.common.flow_matching import flow_time_embedding, integrate_velocity
+from megatron_vla.models.common.vision_encoder import VisionEmbeddings, VisionSizes
 from megatron_vla.models.pi05.family import FAMILY
 from megatron_vla.parallel.linear import column_parallel_linear
 from megatron_vla.parallel.tensor_parallel import TensorParallel
@@ -188,6 +190,28 @@ def test_views_are_one_batch() -> None:
     assert calls == [4, 2]
     patches = model.vision_tower.embeddings.position_embedding.num_embeddings
     assert relative_difference(second[:, :patches], both[:, patches : 2 * patches]) <= 1e-14
+
+
+def test_patches_are_embedded_as_by_the_convolution() -> None:
+    """Output and gradients; images that need no gradient cause no work for one."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = VisionSizes(
+        hidden_size=10, ffn_hidden_size=8, num_attention_heads=2, norm_epsilon=1e-6, image_size=12, patch_size=4, num_layers=1
+    )
+    embeddings = VisionEmbeddings(sizes).double()
+    convolution = embeddings.patch_embedding
+    images = torch.randn(2, 3, 12, 12, dtype=torch.float64, generator=generator, requires_grad=True)
+    inputs = [images, *embeddings.parameters()]
+    expected = convolution(images).flatten(2).transpose(1, 2) + embeddings.position_embedding.weight
+    found = embeddings(images)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-14)
+    wanted = torch.autograd.grad(expected.sin().sum(), inputs)
+    for mine, theirs in zip(torch.autograd.grad(found.sin().sum(), inputs), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+    with FlopCounterMode(display=False) as counter:
+        embeddings(images.detach()).sum().backward()
+    # Of 18 patches of 48 numbers: one product forward, one for the weight's gradient.
+    assert counter.get_total_flops() == 2 * (2 * 18 * 48 * 10)
 
 
 def test_uint8_images_become_the_documented_range() -> None:

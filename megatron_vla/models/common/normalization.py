@@ -27,8 +27,8 @@ class LayerNorm(nn.LayerNorm):
     """LayerNorm that accepts fp32 parameters with bf16 input.
 
     torch's fused kernel wants one dtype and reduces in fp32 inside, so the parameters are rounded to the input's dtype here:
-    the same roundings as openpi's bf16 mode, without an fp32 copy of the activations. The project's kernel does the same, but gives
-    fp32 parameters their gradients unrounded.
+    the same roundings as openpi's bf16 mode, without an fp32 copy of the activations. The project's kernel does the same, but
+    gives fp32 parameters their gradients unrounded.
     """
 
     @overload

@@ -14,6 +14,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from megatron_vla.models.common.attention import attend
 from megatron_vla.models.common.attention_mask import AttentionBackend
@@ -51,17 +52,26 @@ class VisionSizes(VisionLayerSizes):
 
 
 class VisionEmbeddings(nn.Module):
-    """Patch convolution plus a learned position table. Its parameters stay fp32 in bf16 models (openpi, JAX)."""
+    """Patch convolution plus a learned position table. Its parameters stay fp32 in bf16 models (openpi, JAX).
+
+    The kernel of the convolution equals its stride, so it is computed as one matrix product on rows of pixels: for 64 images of
+    256 patches on an H200 the library's convolution takes 1.8 ms forward and backward, most of it in changes of layout.
+    """
 
     def __init__(self, sizes: VisionSizes) -> None:
         super().__init__()
+        self.patch_size = sizes.patch_size
+        # Never called: it holds the parameters, under their names and in their shapes.
         self.patch_embedding = nn.Conv2d(3, sizes.hidden_size, kernel_size=sizes.patch_size, stride=sizes.patch_size)
         self.position_embedding = nn.Embedding(sizes.num_patches, sizes.hidden_size)
 
     def forward(self, images_ICYX: Tensor) -> Tensor:
         """Images in [-1, 1] -> [I, S, H] in the convolution's dtype, patches in row-major order."""
-        patches_IHYX = self.patch_embedding(images_ICYX.to(self.patch_embedding.weight.dtype))
-        return patches_IHYX.flatten(2).transpose(1, 2) + self.position_embedding.weight
+        convolution, side = self.patch_embedding, self.patch_size
+        # [I, C, rows, side, columns, side] -> [I, rows x columns, C x side x side]: the order of the weight's elements.
+        grid = images_ICYX.to(convolution.weight.dtype).unflatten(3, (-1, side)).unflatten(2, (-1, side))
+        pixels_ISK = grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        return F.linear(pixels_ISK, convolution.weight.flatten(1), convolution.bias) + self.position_embedding.weight
 
 
 @dataclass(frozen=True)
