@@ -1,8 +1,6 @@
-"""LayerNorm with the addition before it: reference, autograd and tracing. The kernel itself: tests/gpu."""
+"""The LayerNorm kernel's reference and its ops. Derivatives and tracing: test_norm_ops. The kernel itself: tests/gpu."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -13,11 +11,6 @@ from megatron_vla.kernels.layer_norm.reference import layer_norm_backward_refere
 from megatron_vla.models.common.normalization import LayerNorm
 
 WIDTH, EPSILON = 24, 1e-6
-
-
-def always(*tensors: Any) -> bool:
-    """In place of the conditions of the kernel: the reference runs where it is not built."""
-    return True
 
 
 def norm_and_inputs(dtype: torch.dtype, parameter_dtype: torch.dtype | None = None) -> tuple[LayerNorm, Tensor, Tensor]:
