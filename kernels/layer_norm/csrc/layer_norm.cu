@@ -200,7 +200,8 @@ int launch_backward(const void* dy, const void* extra, const void* x, const void
 }  // namespace
 
 // Device addresses of contiguous matrices [rows, width], aligned to 16 bytes, and of parameters and their gradients, bf16 or
-// (is_fp32) fp32. width: 128 times 1 to 16; rows: 1 to 2^30; processors: the device's multiprocessors. Both return a CUDA error code.
+// (is_fp32) fp32. width: 128 times 1 to 16; rows: 1 to 2^30; processors: the device's multiprocessors. Both return a
+// CUDA error code.
 
 // residual and sum: null for a norm without an addition.
 extern "C" int layer_norm_forward(const void* x, const void* residual, const void* weight, const void* bias, int is_fp32, void* sum,

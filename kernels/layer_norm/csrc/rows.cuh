@@ -1,8 +1,8 @@
 // What the kernels of both norms share: a warp takes a row of 128 * K bf16 columns at a time.
 //
-// Rows come through asynchronous copies into shared memory: a warp's next rows are under way while it computes. Every lane reads only
-// what it has copied itself, so no barrier is needed. Column sums are fp32: per lane, then over the warps of a block, then over the
-// blocks, in an order that never changes.
+// Rows come through asynchronous copies into shared memory: a warp's next rows are under way while it computes. Every lane reads
+// only what it has copied itself, so rows need no barrier. Column sums are fp32: per lane, then over the warps of a block, then over
+// the blocks, in an order that never changes.
 
 #pragma once
 
