@@ -182,7 +182,8 @@ int launch_forward(const void* x, const void* residual, const void* weight, cons
 
 template <int K, bool kAdds>
 int launch_backward(const void* dy, const void* extra, const void* x, const void* mean, const void* rstd, const void* weight,
-                    bool is_fp32, void* dx, void* partial, void* dweight, void* dbias, int64_t rows, int processors, cudaStream_t on) {
+                    bool is_fp32, void* dx, void* partial, void* dweight, void* dbias, int64_t rows,
+                    int processors, cudaStream_t on) {
     constexpr int kWidth = K * kColumns;
     constexpr int kShared = (kBackwardWarps<K> * kBackwardBuffers + 1) * kWidth * static_cast<int>(sizeof(bf16));
     const auto kernel = backward_kernel<K, kAdds>;
