@@ -2,9 +2,9 @@
 
 Sums and statistics are fp32 (fp64 for fp64 input). Rounded to the input's dtype, once each: the parameters, the sum of a
 residual addition before anything is computed from it, the output, and the input's gradient. `extra`, the gradient that reaches
-the sum on its other way, is added before that one rounding; autograd's own addition rounds the norm's gradient first, then the
-sum of both, and errs more. Gradients of parameters are rounded once to their own dtype: those of fp32 parameters keep the sums'
-fp32 bits, which a cast outside of the norm would round to the input's dtype.
+the sum, or the input, on its other way, is added before that one rounding; autograd's own addition rounds the norm's gradient
+first, then the sum of both, and errs more. Gradients of parameters are rounded once to their own dtype: those of fp32
+parameters keep the sums' fp32 bits, which a cast outside of the norm would round to the input's dtype.
 """
 
 from __future__ import annotations

@@ -11,9 +11,11 @@ from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.kernels import SELECTION
 from megatron_vla.kernels.biased_gelu import op as biased_gelu
 from megatron_vla.kernels.layer_norm import op as layer_norm
+from megatron_vla.kernels.layer_norm import rows as norm_rows
 from megatron_vla.kernels.masked_softmax import op as masked_softmax
+from megatron_vla.kernels.rms_norm import op as rms_norm
 from megatron_vla.models.common.feed_forward import FeedForward
-from megatron_vla.models.common.normalization import LayerNorm
+from megatron_vla.models.common.normalization import LayerNorm, RMSNorm
 from megatron_vla.models.registry import ModelFamily
 
 FLAG = "--no-fused-kernels"
@@ -24,10 +26,16 @@ def _has_biased_gelu(model: nn.Module, config: OptimizationConfig) -> bool:
     return any(m.fc1.weight.is_cuda and m.fc1.weight.dtype == torch.bfloat16 for m in layers)
 
 
-def _has_layer_norms(model: nn.Module, config: OptimizationConfig) -> bool:
-    widths = [module.normalized_shape[0] for module in model.modules() if isinstance(module, LayerNorm)]
-    is_bf16 = any(p.is_cuda and p.dtype == torch.bfloat16 for p in model.parameters())
-    return is_bf16 and any(layer_norm.has_width(width) for width in widths)
+def _has_norms(
+    kind: type[LayerNorm | RMSNorm], has_width: Callable[[int], bool]
+) -> Callable[[nn.Module, OptimizationConfig], bool]:
+    """The condition that a model has norms of this kind, of a width that the kernel has."""
+
+    def of(model: nn.Module, config: OptimizationConfig) -> bool:
+        is_bf16 = any(p.is_cuda and p.dtype == torch.bfloat16 for p in model.parameters())
+        return is_bf16 and any(has_width(len(module.weight)) for module in model.modules() if isinstance(module, kind))
+
+    return of
 
 
 # What is computed, by which kernel, whether that was built, and which models can use it. Kernels of single optimizations are in
@@ -40,7 +48,8 @@ KERNELS: tuple[tuple[str, str, bool, Callable[[nn.Module, OptimizationConfig], b
         lambda model, config: config.attention_backend == "matmul",
     ),
     ("GELU of biased layers", "biased_gelu", biased_gelu.IS_BUILT, _has_biased_gelu),
-    ("layer norms", "layer_norm", layer_norm.IS_BUILT, _has_layer_norms),
+    ("layer norms", "layer_norm", layer_norm.IS_BUILT, _has_norms(LayerNorm, norm_rows.has_width)),
+    ("RMS norms", "rms_norm", rms_norm.IS_BUILT, _has_norms(RMSNorm, rms_norm.has_width)),
 )
 
 

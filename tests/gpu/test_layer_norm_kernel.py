@@ -45,10 +45,11 @@ def assert_close(found: Tensor, exact: Tensor, *, relative: float, scale: Tensor
     assert worst <= 1.0, f"{worst:.2f} times the bound"
 
 
-@pytest.mark.parametrize("with_addition", [False, True])
+@pytest.mark.parametrize("form", ["plain", "addition", "input"])
 @pytest.mark.parametrize("width", [128 * k for k in range(1, 17)])
 @pytest.mark.parametrize("rows", [(1,), (3, 5), (4, 256), (2371,)], ids=str)
-def test_forward_and_backward(rows: tuple[int, ...], width: int, with_addition: bool) -> None:
+def test_forward_and_backward(rows: tuple[int, ...], width: int, form: str) -> None:
+    with_addition, with_stream = form == "addition", form != "plain"
     parameter_dtype = torch.float32 if width % 256 else torch.bfloat16
     weight, bias = draw(width, seed=1, dtype=parameter_dtype), draw(width, seed=2, dtype=parameter_dtype)
     x, update = draw(*rows, width, seed=3) * 3 + 1, draw(*rows, width, seed=4)
@@ -57,17 +58,22 @@ def test_forward_and_backward(rows: tuple[int, ...], width: int, with_addition: 
     gradient, extra = draw(*rows, width, seed=5), draw(*rows, width, seed=6)
 
     def run() -> list[Tensor]:
-        if not with_addition:
+        if not with_stream:
             output = op.layer_norm(x, weight, bias, EPSILON)
             return [output, *torch.autograd.grad(output, leaves, gradient)]
-        total, output = op.add_layer_norm(x, update, weight, bias, EPSILON)
+        if with_addition:
+            total, output = op.add_layer_norm(x, update, weight, bias, EPSILON)
+        else:
+            total, output = op.layer_norm_and_input(x, weight, bias, EPSILON)
+            assert total.data_ptr() == x.data_ptr()
         return [output, total, *torch.autograd.grad([total, output], leaves, [extra, gradient])]
 
     output, *others = (t.detach() for t in run())
     total = x.detach()
-    if with_addition:
-        assert torch.equal(others[0], x + update)
+    if with_stream:
         total, *others = others
+        assert torch.equal(total, x + update if with_addition else x)
+    if with_addition:
         assert torch.equal(others[0], others[3])
     parameters = [p.detach().bfloat16().double() for p in (weight, bias)]
     exact = F.layer_norm(total.double(), (width,), *parameters, EPSILON)
@@ -75,7 +81,7 @@ def test_forward_and_backward(rows: tuple[int, ...], width: int, with_addition: 
     assert_close(output, exact, relative=HALF_ULP, scale=magnitude + parameters[0].abs())
     exact_x, exact_weight, exact_bias = exact_backward(gradient, total, weight.detach())
     deviation = total.double().std(-1, correction=0, keepdim=True)
-    extra_wide = extra.double() if with_addition else torch.zeros_like(exact_x)
+    extra_wide = extra.double() if with_stream else torch.zeros_like(exact_x)
     sizes = (gradient.double() * parameters[0]).abs().amax(-1, keepdim=True) * 8 / deviation + extra_wide.abs()
     assert_close(others[0], exact_x + extra_wide, relative=HALF_ULP, scale=sizes)
     rounding = 0.0 if parameter_dtype == torch.float32 else HALF_ULP

@@ -5,13 +5,14 @@ Shape legend: B samples, S tokens, H hidden, C condition, M modulation (3 H), R 
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_vla.kernels.layer_norm import op as layer_norm_op
+from megatron_vla.kernels.rms_norm import op as rms_norm_op
 from megatron_vla.models.common.precision import dtype_of
 from megatron_vla.parallel.linear import replicated_linear
 from megatron_vla.parallel.sequence_parallel import RowOwners
@@ -36,20 +37,28 @@ class LayerNorm(nn.LayerNorm):
     @overload
     def forward(self, hidden_BSH: Tensor, update_BSH: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    def forward(self, hidden_BSH: Tensor, update_BSH: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    @overload
+    def forward(self, hidden_BSH: Tensor, *, with_input: Literal[True]) -> tuple[Tensor, Tensor]: ...
+
+    def forward(
+        self, hidden_BSH: Tensor, update_BSH: Tensor | None = None, *, with_input: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Normalise the last axis. With `update_BSH`: (hidden + update, that normalised), on GPUs in one kernel.
 
-        The addition is in here because whoever reads weights of this module must call it: sharding gathers them then.
+        `with_input`: (hidden, that normalised). A residual branch that goes on with this hidden has its gradient added in the
+        norm's backward. Both are in here because whoever reads weights of this module must call it: sharding gathers them then.
         """
         if layer_norm_op.can_run(hidden_BSH, self.weight, self.bias, update_BSH):
-            if update_BSH is None:
-                return layer_norm_op.layer_norm(hidden_BSH, self.weight, self.bias, self.eps)
-            return layer_norm_op.add_layer_norm(hidden_BSH, update_BSH, self.weight, self.bias, self.eps)
+            parameters = self.weight, self.bias, self.eps
+            if update_BSH is not None:
+                return layer_norm_op.add_layer_norm(hidden_BSH, update_BSH, *parameters)
+            run = layer_norm_op.layer_norm_and_input if with_input else layer_norm_op.layer_norm
+            return run(hidden_BSH, *parameters)
         if update_BSH is not None:
             hidden_BSH = hidden_BSH + update_BSH
         weight_H, bias_H = self.weight.to(hidden_BSH.dtype), self.bias.to(hidden_BSH.dtype)
         normalized_BSH = F.layer_norm(hidden_BSH, self.normalized_shape, weight_H, bias_H, self.eps)
-        return normalized_BSH if update_BSH is None else (hidden_BSH, normalized_BSH)
+        return (hidden_BSH, normalized_BSH) if with_input or update_BSH is not None else normalized_BSH
 
 
 def _rms_normalized(hidden_BSH: Tensor, epsilon: float) -> Tensor:
@@ -70,11 +79,31 @@ class RMSNorm(nn.Module):
         self.offset = offset
         self.weight = nn.Parameter(torch.zeros(hidden_size))
 
-    def forward(self, hidden_BSH: Tensor) -> Tensor:
-        """Same shape and dtype as the input."""
+    @overload
+    def forward(self, hidden_BSH: Tensor) -> Tensor: ...
+
+    @overload
+    def forward(self, hidden_BSH: Tensor, update_BSH: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def forward(self, hidden_BSH: Tensor, *, with_input: Literal[True]) -> tuple[Tensor, Tensor]: ...
+
+    def forward(
+        self, hidden_BSH: Tensor, update_BSH: Tensor | None = None, *, with_input: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Same shape and dtype as the input. `update_BSH` and `with_input` as in LayerNorm."""
+        if rms_norm_op.can_run(hidden_BSH, self.weight, update_BSH):
+            parameters = self.weight, self.offset, self.epsilon
+            if update_BSH is not None:
+                return rms_norm_op.add_rms_norm(hidden_BSH, update_BSH, *parameters)
+            run = rms_norm_op.rms_norm_and_input if with_input else rms_norm_op.rms_norm
+            return run(hidden_BSH, *parameters)
+        if update_BSH is not None:
+            hidden_BSH = hidden_BSH + update_BSH
         normalized_BSH = _rms_normalized(hidden_BSH, self.epsilon)
         weight_H = self.weight.to(normalized_BSH.dtype)
-        return (normalized_BSH * (self.offset + weight_H if self.offset else weight_H)).to(hidden_BSH.dtype)
+        output_BSH = (normalized_BSH * (self.offset + weight_H if self.offset else weight_H)).to(hidden_BSH.dtype)
+        return (hidden_BSH, output_BSH) if with_input or update_BSH is not None else output_BSH
 
 
 class AdaptiveRMSNorm(nn.Module):

@@ -144,8 +144,8 @@ class VisionLayer(nn.Module):
 
     def forward(self, hidden_ISH: Tensor, plan: VisionPlan) -> Tensor:
         """[I, S, H] -> [I, S, H]."""
-        attended_ISH = self.self_attn(self.layer_norm1(hidden_ISH), plan)
-        hidden_ISH, normalized_ISH = self.layer_norm2(hidden_ISH, attended_ISH)
+        hidden_ISH, normalized_ISH = self.layer_norm1(hidden_ISH, with_input=True)
+        hidden_ISH, normalized_ISH = self.layer_norm2(hidden_ISH, self.self_attn(normalized_ISH, plan))
         return hidden_ISH + self.mlp(normalized_ISH)
 
 

@@ -54,7 +54,8 @@ class VisionLanguageLayer(nn.Module):
 
     def forward(self, hidden_BSH: Tensor, num_tokens: int, mask_B11S: Tensor | None) -> Tensor:
         """Residual stream -> residual stream."""
-        tokens_BSH = gather_samples(self.norm1(hidden_BSH), num_tokens, self.tensor_parallel)
+        hidden_BSH, normalized_BSH = self.norm1(hidden_BSH, with_input=True)
+        tokens_BSH = gather_samples(normalized_BSH, num_tokens, self.tensor_parallel)
         attended = self.attention.read(tokens_BSH, None, mask_B11S)
         hidden_BSH, normalized_BSH = self.norm2(hidden_BSH, self.dropout(attended))
         return hidden_BSH + self.mlp(normalized_BSH)

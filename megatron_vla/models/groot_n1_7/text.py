@@ -54,11 +54,13 @@ class TextLayer(nn.Module):
         """Residual stream -> residual stream, in the dtype of this layer's matrices."""
         # A trained layer above frozen ones may have another dtype.
         hidden_BSH = hidden_BSH.to(dtype_of(self.mlp.down_proj))
-        tokens_BSH = self.attention.tokens(self.input_norm(hidden_BSH), plan.rotary)
+        hidden_BSH, normalized_BSH = self.input_norm(hidden_BSH, with_input=True)
+        tokens_BSH = self.attention.tokens(normalized_BSH, plan.rotary)
         query, key_value = self.attention.query_key_value(tokens_BSH, plan.rotary)
         attended_BSH = attend(query, *key_value, plan.mask_B1SS.to(query.dtype), self.backend)
-        hidden_BSH = hidden_BSH + self.attention.o_proj(attended_BSH.masked_fill(plan.is_padding_BS1, 0.0))
-        return hidden_BSH + self.mlp(self.post_attention_norm(hidden_BSH))
+        attended_BSH = self.attention.o_proj(attended_BSH.masked_fill(plan.is_padding_BS1, 0.0))
+        hidden_BSH, normalized_BSH = self.post_attention_norm(hidden_BSH, attended_BSH)
+        return hidden_BSH + self.mlp(normalized_BSH)
 
 
 def build_text_layers(config: GrootN17Config, backend: AttentionBackend, tensor_parallel: TensorParallel) -> nn.ModuleList:

@@ -108,12 +108,15 @@ class PrefixLayer(nn.Module):
 
         With `keys_only` (the last layer, where nothing reads the next hidden) the hidden comes back unchanged.
         """
-        normalized_BPH = self.attention.tokens(self.input_norm(hidden_BPH), plan.prefix_rotary)
         if self.keys_only:
+            normalized_BPH = self.attention.tokens(self.input_norm(hidden_BPH), plan.prefix_rotary)
             return hidden_BPH, self.attention.key_value(normalized_BPH, plan.prefix_rotary)
+        hidden_BPH, normalized_BPH = self.input_norm(hidden_BPH, with_input=True)
+        normalized_BPH = self.attention.tokens(normalized_BPH, plan.prefix_rotary)
         query, key_value = self.attention.query_key_value(normalized_BPH, plan.prefix_rotary)
-        hidden_BPH = hidden_BPH + self.attention.o_proj(plan.attend_prefix(query, key_value, self.backend))
-        return hidden_BPH + self.mlp(self.post_attention_norm(hidden_BPH)), key_value
+        attended_BPH = self.attention.o_proj(plan.attend_prefix(query, key_value, self.backend))
+        hidden_BPH, normalized_BPH = self.post_attention_norm(hidden_BPH, attended_BPH)
+        return hidden_BPH + self.mlp(normalized_BPH), key_value
 
 
 class SuffixLayer(nn.Module):
