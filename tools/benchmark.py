@@ -49,6 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="where to write the result JSON (a PNG goes beside it)")
     parser.add_argument("--steps", type=int, default=20, help="measured steps per rung")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the timing starts; their losses count")
+    parser.add_argument("--keep", action="store_true", help="keep what --output holds of this card, measure the other rungs")
     parser.add_argument("--profile", type=Path, help="folder for two files per rung about the kernels of the profiled step")
     parser.add_argument("--extra-flags", nargs=argparse.REMAINDER, default=[], help="appended to every rung (last argument)")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -74,7 +75,8 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int, pr
         stepper = _Stepper(run, warmup + steps + 1)
         losses = [stepper.step(stepper.fetch()) for _ in range(warmup)]
         before_timing = run.runner.counters()
-        with ClockLog(str(torch.cuda.get_device_properties(groups.device).uuid) if on_gpu else None) as clock:
+        uuid = str(torch.cuda.get_device_properties(groups.device).uuid) if on_gpu else None
+        with ClockLog(uuid) as clock:
             times_ms, timed_losses = stepper.timed(steps, on_gpu)
         losses += timed_losses
         peaks_gib: list[float] = [0.0] * groups.world_size
@@ -96,6 +98,7 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int, pr
             "flags": rung["flags"],
             "precision": _precision(config),
             "gpu": name or "none (CPU)",
+            "card": uuid and uuid[-8:],
             "num_gpus": groups.world_size,
             "samples_per_step": config.global_batch_size(groups.world_size),
             "samples_per_s": round(samples / step_ms * 1e3, 2),
@@ -236,23 +239,39 @@ def _communication(on_device: list[Any]) -> dict[str, float]:
 def run_ladder(arguments: argparse.Namespace) -> dict[str, Any]:
     """Every rung in its own process, in order; a rung that fails is recorded with its message and the ladder goes on.
 
-    The result is written after each rung, so that an interrupted ladder keeps what it has measured.
+    The result is written after each rung, so that an interrupted ladder keeps what it has measured; --keep goes on with it.
     """
     ladder = json.loads(arguments.ladder.read_text())
+    kept = _kept(arguments.output) if arguments.keep else {}
     results: list[dict[str, Any]] = []
     result: dict[str, Any] = {}
     for rung in ladder["rungs"]:
-        if arguments.rungs and rung["name"] not in arguments.rungs:
+        if arguments.rungs and rung["name"] not in {*arguments.rungs, *kept}:
             continue
         flags = [*ladder["common_flags"], *rung["flags"], *arguments.extra_flags]
-        print(f"-- {rung['name']}: pretrain_vla.py {' '.join(flags)}", flush=True)
-        results.append(_run_rung(rung, flags, arguments))
+        if kept.get(rung["name"], {}).get("flags") == flags:
+            results.append(kept[rung["name"]])
+        else:
+            print(f"-- {rung['name']}: pretrain_vla.py {' '.join(flags)}", flush=True)
+            results.append(_run_rung(rung, flags, arguments))
+            cards = {r["card"] for r in results if "card" in r}
+            if len(cards) > 1:
+                raise SystemExit(
+                    f"{arguments.output}: its rungs are of another card; ratios count on one -> run without --keep"
+                )
         if "error" not in results[-1]:
             _compare(results)
             print(_line(results[-1]), flush=True)
         result = {**_environment(results), "workload": _workload(ladder, results), "rungs": results}
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     return result
+
+
+def _kept(output: Path) -> dict[str, dict[str, Any]]:
+    """Rungs that were measured before, by name."""
+    if not output.is_file():
+        return {}
+    return {r["name"]: r for r in json.loads(output.read_text())["rungs"] if "error" not in r}
 
 
 def _run_rung(rung: dict[str, Any], flags: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -265,15 +284,16 @@ def _run_rung(rung: dict[str, Any], flags: list[str], arguments: argparse.Namesp
         command = [sys.executable, *(launcher if processes > 1 else []), __file__, "--worker", str(task)]
         command += ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
         command += [] if arguments.profile is None else ["--profile", str(arguments.profile)]
+        began = time.monotonic()
         finished = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
         if finished.returncode:
             lines = (finished.stderr or finished.stdout).strip().splitlines() or ["killed"]
             print("\n".join(lines[-60:]), flush=True)
-            # Warnings of libraries follow the exception.
-            error = next((line for line in reversed(lines) if EXCEPTION_LINE.search(line)), lines[-1])
+            # Warnings of libraries may follow the exception.
+            last = max((n for n, line in enumerate(lines) if EXCEPTION_LINE.search(line)), default=len(lines) - 1)
+            error = " ".join(lines[last:])[:500]
             return {"name": rung["name"], "flags": flags, "error": error}
-        result: dict[str, Any] = json.loads(output.read_text())
-        return result
+        return {**json.loads(output.read_text()), "process_seconds": round(time.monotonic() - began, 1)}
 
 
 def _compare(results: list[dict[str, Any]]) -> None:
