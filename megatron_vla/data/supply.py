@@ -118,7 +118,7 @@ class DataSupply:
         arrays = self._samples[0, 0][0]
         mebibytes = size * sum(np.asarray(array).nbytes for array in arrays.values()) / 2**20
         if self.decodes_once:
-            return self._shard_line(cast(LaneOrder, self.order), SampleLayout.of(arrays))
+            return self._shard_line(cast(LaneOrder, self.order), SampleLayout.of(arrays), mebibytes)
         if not data.num_workers:
             return f"prefetch: none, micro-batches of {mebibytes:.1f} MiB are made when they are needed (--num-workers 0)"
         waiting = data.num_workers * data.prefetch_factor
@@ -127,7 +127,7 @@ class DataSupply:
             f"{waiting * mebibytes / 1024:.2f} GiB of host memory per rank (--num-workers, --prefetch-factor)"
         )
 
-    def _shard_line(self, order: LaneOrder, layout: SampleLayout) -> str:
+    def _shard_line(self, order: LaneOrder, layout: SampleLayout, batch_mebibytes: float) -> str:
         data, ranks = self.config.data, self.config.data_parallel_size(world_size_from_environment())
         sampler = self.sampler(0, 0, ranks, 1) if self.packing is None else self.pack_sampler(0, 0, ranks, 1, 0)
         assert isinstance(sampler, LaneSampler | PackLaneSampler)
@@ -140,6 +140,9 @@ class DataSupply:
             f"{needed / 2**30:.2f} GiB of host memory per rank "
             f"(--decode-lanes over {ranks} data-parallel rank(s), --prefetch-shards, --shard-bytes)"
         )
+        if data.num_workers and data.prefetch_shards:
+            waiting = data.prefetch_factor * batch_mebibytes
+            line += f", and {data.prefetch_factor} micro-batches that are ready: {waiting:.1f} MiB (--prefetch-factor)"
         if ranks > 1 and not sampler.is_even:
             what = "--global-batch-size" if self.packing is None else "the number of packs per step"
             line += (
