@@ -1,10 +1,13 @@
-"""Fused kernels, one folder each: csrc/, op.py, reference.py, test_*.py, benchmark.py, README.md."""
+"""Fused kernels, one folder each: csrc/, op.py, reference.py, benchmark.py, README.md. Their tests: tests/gpu."""
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import torch
 
 BUILD_COMMAND = "python setup.py build_ext --inplace"
 
@@ -25,7 +28,13 @@ def load_launcher(name: str) -> ctypes.CDLL | None:
     return ctypes.CDLL(str(built[0])) if built else None
 
 
-def check_launch(name: str, code: int) -> None:
-    """Raise RuntimeError when a launcher of kernel `name` has returned a CUDA error."""
+def launch(launcher: Any, device: torch.device, *arguments: Any) -> None:
+    """Call `launcher` (of load_launcher) with `arguments` and, as the last one, the current stream of `device`.
+
+    A launcher uses the GPU that is current, which need not be that of the tensors (a policy on cuda:1): torch puts no guard
+    around Python ops. Raises RuntimeError when the launcher returns a CUDA error.
+    """
+    with torch.cuda.device(device):
+        code = launcher(*arguments, torch.cuda.current_stream(device).cuda_stream)
     if code:
-        raise RuntimeError(f"the {name} kernel was not launched: CUDA error {code}")
+        raise RuntimeError(f"the kernel {launcher.__name__} was not launched: CUDA error {code}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_vla.kernels import check_launch, load_launcher
+from megatron_vla.kernels import launch, load_launcher
 from megatron_vla.kernels.adamw.reference import Coefficients
 from megatron_vla.kernels.tensor_table import AddressTable, BlockMap
 
@@ -55,8 +55,8 @@ class FusedAdamW:
     def __init__(self, parameters: Sequence[AdamWTensors], betas: tuple[float, float], eps: float):
         launcher = load_launcher("adamw")
         assert launcher is not None and parameters
-        self._launch = launcher.adamw_launch
-        self._launch.argtypes = [
+        self._launcher = launcher.adamw_launch
+        self._launcher.argtypes = [
             *([ctypes.c_void_p] * 3),
             ctypes.c_int,
             ctypes.c_int64,
@@ -91,16 +91,16 @@ class FusedAdamW:
         scalars = (coefficients.decay, scale, coefficients.bias_correction2_sqrt, coefficients.negative_step_size)
         assert all(s.dtype == torch.float32 and s.numel() == 1 for s in scalars)
         assert keep is None or keep.dtype == torch.bool
-        code = self._launch(
+        launch(
+            self._launcher,
+            table.device,
             table.data_ptr(),
             *self._blocks.arguments(),
             self._known.data_ptr(),
             *(s.data_ptr() for s in scalars),
             None if keep is None else keep.data_ptr(),
             *self._constants,
-            torch.cuda.current_stream().cuda_stream,
         )
-        check_launch("adamw", code)
 
     def _rows(self, gradients: Sequence[Tensor]) -> list[int]:
         words: list[int] = []

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vla.kernels import SELECTION, check_launch, load_launcher
+from megatron_vla.kernels import SELECTION, launch, load_launcher
 from megatron_vla.kernels.biased_gelu.reference import gelu_backward_reference, gelu_reference
 
 _LAUNCHER = load_launcher("biased_gelu")
@@ -48,8 +48,7 @@ def biased_gelu(values: Tensor) -> Tensor:
         return gelu_reference(values)
     assert _LAUNCHER is not None
     output = torch.empty_like(values)
-    stream = torch.cuda.current_stream().cuda_stream
-    check_launch("biased_gelu", _LAUNCHER.biased_gelu_forward(values.data_ptr(), output.data_ptr(), values.numel(), stream))
+    launch(_LAUNCHER.biased_gelu_forward, values.device, values.data_ptr(), output.data_ptr(), values.numel())
     return output
 
 
@@ -68,14 +67,14 @@ def biased_gelu_backward(gradient: Tensor, values: Tensor) -> tuple[Tensor, Tens
     width = values.shape[-1]
     inner, sums = torch.empty_like(values), values.new_empty(width)
     partial = torch.empty(SLABS, width, dtype=torch.float32, device=values.device)
-    code = _LAUNCHER.biased_gelu_backward(
+    launch(
+        _LAUNCHER.biased_gelu_backward,
+        values.device,
         *(t.data_ptr() for t in (gradient, values, inner, partial, sums)),
         values.numel() // width,
         width,
         SLABS,
-        torch.cuda.current_stream().cuda_stream,
     )
-    check_launch("biased_gelu", code)
     return inner, sums
 
 

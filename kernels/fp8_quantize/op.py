@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_vla.kernels import check_launch, load_launcher
+from megatron_vla.kernels import launch, load_launcher
 from megatron_vla.kernels.fp8_quantize.reference import (
     gated_gelu_backward_reference,
     largest_magnitude,
@@ -81,10 +81,6 @@ def _quantize_by_reference(parts: list[Tensor], slot: Tensor, dtype: torch.dtype
     return rows, rows.t().contiguous() if transposed else rows.new_empty(0)
 
 
-def _stream() -> int:
-    return int(torch.cuda.current_stream().cuda_stream)
-
-
 def _address(tensor: Tensor) -> int | None:
     return tensor.data_ptr() if tensor.numel() else None
 
@@ -107,7 +103,9 @@ def _fp8_quantize(parts: Sequence[Tensor], slot: Tensor, is_gradient: bool, tran
     rows, columns = _empty_outputs(parts[0], num_rows, width, dtype, transposed)
     first = 0
     for part in parts:
-        code = _LAUNCHER.fp8_quantize(
+        launch(
+            _LAUNCHER.fp8_quantize,
+            part.device,
             part.data_ptr(),
             rows.data_ptr() + first * width,
             columns.data_ptr() + first if transposed else None,
@@ -116,9 +114,7 @@ def _fp8_quantize(parts: Sequence[Tensor], slot: Tensor, is_gradient: bool, tran
             num_rows,
             slot.data_ptr(),
             int(is_gradient),
-            _stream(),
         )
-        check_launch("fp8_quantize", code)
         first += part.shape[0]
     return rows, columns
 
@@ -144,10 +140,16 @@ def _fp8_gated_gelu(gate_up: Tensor, slot: Tensor, transposed: bool) -> tuple[Te
     assert _LAUNCHER is not None
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     rows, columns = _empty_outputs(gate_up, num_rows, width, ACTIVATION_DTYPE, transposed)
-    code = _LAUNCHER.fp8_gated_gelu(
-        gate_up.data_ptr(), rows.data_ptr(), _address(columns), num_rows, width, slot.data_ptr(), _stream()
+    launch(
+        _LAUNCHER.fp8_gated_gelu,
+        gate_up.device,
+        gate_up.data_ptr(),
+        rows.data_ptr(),
+        _address(columns),
+        num_rows,
+        width,
+        slot.data_ptr(),
     )
-    check_launch("fp8_gated_gelu", code)
     return rows, columns
 
 
@@ -167,7 +169,9 @@ def _fp8_gated_gelu_backward(gradient: Tensor, gate_up: Tensor, slot: Tensor, tr
     assert _LAUNCHER is not None
     num_rows, width = gradient.shape
     rows, columns = _empty_outputs(gradient, num_rows, 2 * width, GRADIENT_DTYPE, transposed)
-    code = _LAUNCHER.fp8_gated_gelu_backward(
+    launch(
+        _LAUNCHER.fp8_gated_gelu_backward,
+        gate_up.device,
         gradient.data_ptr(),
         gate_up.data_ptr(),
         rows.data_ptr(),
@@ -175,9 +179,7 @@ def _fp8_gated_gelu_backward(gradient: Tensor, gate_up: Tensor, slot: Tensor, tr
         num_rows,
         width,
         slot.data_ptr(),
-        _stream(),
     )
-    check_launch("fp8_gated_gelu_backward", code)
     return rows, columns
 
 

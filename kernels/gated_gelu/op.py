@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vla.kernels import SELECTION, check_launch, load_launcher
+from megatron_vla.kernels import SELECTION, launch, load_launcher
 from megatron_vla.kernels.gated_gelu.reference import gated_gelu_reference
 
 _LAUNCHER = load_launcher("gated_gelu")
@@ -27,12 +27,10 @@ if _LAUNCHER is not None:
 
 def _launch(function: Any, tensors: list[tuple[Tensor, int]], rows: int, width: int) -> None:
     """Call `function` on at most MAX_ROWS rows at a time; tensors come with their elements per row."""
-    stream = torch.cuda.current_stream().cuda_stream
     for start in range(0, rows, MAX_ROWS):
         count = min(MAX_ROWS, rows - start)
         addresses = [t.data_ptr() + start * per_row * t.element_size() for t, per_row in tensors]
-        code = function(*addresses, count, width, stream)
-        check_launch("gated_gelu", code)
+        launch(function, tensors[0][0].device, *addresses, count, width)
 
 
 @torch.library.custom_op("megatron_vla::gated_gelu", mutates_args=(), device_types="cuda")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vla.kernels import SELECTION, check_launch, load_launcher
+from megatron_vla.kernels import SELECTION, launch, load_launcher
 from megatron_vla.kernels.joined_gradients.reference import joined_gradients_reference
 
 _LAUNCHER = load_launcher("joined_gradients")
@@ -46,7 +46,9 @@ def joined_gradients(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
     joined = parts[0].new_empty(*parts[0].shape[:-1], sum(widths))
     sums = parts[0].new_empty(sum(widths))
     partial = torch.empty(SLABS, sum(widths), dtype=torch.float32, device=joined.device)
-    code = _LAUNCHER.joined_gradients_launch(
+    launch(
+        _LAUNCHER.joined_gradients_launch,
+        joined.device,
         (ctypes.c_void_p * len(parts))(*(part.data_ptr() for part in parts)),
         (ctypes.c_int * len(parts))(*widths),
         len(parts),
@@ -55,9 +57,7 @@ def joined_gradients(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
         sums.data_ptr(),
         parts[0].numel() // widths[0],
         SLABS,
-        torch.cuda.current_stream().cuda_stream,
     )
-    check_launch("joined_gradients", code)
     return joined, sums
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vla.kernels import SELECTION, check_launch, load_launcher
+from megatron_vla.kernels import SELECTION, launch, load_launcher
 from megatron_vla.kernels.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference, wide_dtype
 from megatron_vla.kernels.layer_norm.rows import address, are_rows, can_load, processors_of
 
@@ -47,7 +47,9 @@ def _launch_forward(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Te
     total = None if residual is None else torch.empty_like(x)
     output = torch.empty_like(x)
     mean, rstd = (torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) for _ in range(2))
-    code = _LAUNCHER.layer_norm_forward(
+    launch(
+        _LAUNCHER.layer_norm_forward,
+        x.device,
         *map(address, (x, residual, weight, bias)),
         weight.dtype == torch.float32,
         *map(address, (total, output, mean, rstd)),
@@ -55,9 +57,7 @@ def _launch_forward(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Te
         x.shape[-1],
         eps,
         processors_of(x),
-        torch.cuda.current_stream().cuda_stream,
     )
-    check_launch("layer_norm", code)
     return (output, mean, rstd) if total is None else (total, output, mean, rstd)
 
 
@@ -109,16 +109,16 @@ def _layer_norm_backward(
     width, processors = x.shape[-1], processors_of(x)
     input_gradient, weight_gradient, bias_gradient = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
     partial = torch.empty(processors, 2, width, dtype=torch.float32, device=x.device)
-    code = _LAUNCHER.layer_norm_backward(
+    launch(
+        _LAUNCHER.layer_norm_backward,
+        x.device,
         *map(address, (gradient, extra, x, mean, rstd, weight)),
         weight.dtype == torch.float32,
         *map(address, (input_gradient, partial, weight_gradient, bias_gradient)),
         mean.numel(),
         width,
         processors,
-        torch.cuda.current_stream().cuda_stream,
     )
-    check_launch("layer_norm", code)
     return input_gradient, weight_gradient, bias_gradient
 
 

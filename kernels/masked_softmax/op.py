@@ -13,7 +13,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from megatron_vla.kernels import SELECTION, check_launch, load_launcher
+from megatron_vla.kernels import SELECTION, launch, load_launcher
 from megatron_vla.kernels.masked_softmax.reference import masked_softmax_reference
 
 _LAUNCHER = load_launcher("masked_softmax")
@@ -47,7 +47,9 @@ def _masked_softmax(logits_BMK: Tensor, scale: float, mask_B1N: Tensor | None, n
     assert _LAUNCHER is not None and dtype == torch.bfloat16
     mask_B1N = None if mask_B1N is None else mask_B1N.contiguous()
     weights_BMK = torch.empty_like(logits_BMK, dtype=dtype)
-    code = _LAUNCHER.masked_softmax_launch(
+    launch(
+        _LAUNCHER.masked_softmax_launch,
+        logits_BMK.device,
         logits_BMK.data_ptr(),
         None if mask_B1N is None else mask_B1N.data_ptr(),
         mask_B1N is not None and mask_B1N.dtype == torch.bfloat16,
@@ -56,9 +58,7 @@ def _masked_softmax(logits_BMK: Tensor, scale: float, mask_B1N: Tensor | None, n
         weights_BMK.data_ptr(),
         *logits_BMK.shape,
         scale,
-        torch.cuda.current_stream().cuda_stream,
     )
-    check_launch("masked_softmax", code)
     return weights_BMK
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vla.kernels import SELECTION, check_launch, load_launcher
+from megatron_vla.kernels import SELECTION, launch, load_launcher
 from megatron_vla.kernels.layer_norm import rows
 from megatron_vla.kernels.layer_norm.reference import wide_dtype
 from megatron_vla.kernels.layer_norm.rows import address, are_rows, can_load, processors_of
@@ -53,7 +53,9 @@ def _launch_forward(x: Tensor, residual: Tensor | None, weight: Tensor, offset: 
     total = None if residual is None else torch.empty_like(x)
     output = torch.empty_like(x)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    code = _LAUNCHER.rms_norm_forward(
+    launch(
+        _LAUNCHER.rms_norm_forward,
+        x.device,
         *map(address, (x, residual, weight)),
         weight.dtype == torch.float32,
         offset,
@@ -62,9 +64,7 @@ def _launch_forward(x: Tensor, residual: Tensor | None, weight: Tensor, offset: 
         x.shape[-1],
         eps,
         processors_of(x),
-        torch.cuda.current_stream().cuda_stream,
     )
-    check_launch("rms_norm", code)
     return (output, rstd) if total is None else (total, output, rstd)
 
 
@@ -112,7 +112,9 @@ def _rms_norm_backward(
     width, processors = x.shape[-1], processors_of(x)
     input_gradient, weight_gradient = torch.empty_like(x), torch.empty_like(weight)
     partial = torch.empty(processors, width, dtype=torch.float32, device=x.device)
-    code = _LAUNCHER.rms_norm_backward(
+    launch(
+        _LAUNCHER.rms_norm_backward,
+        x.device,
         *map(address, (gradient, extra, x, rstd, weight)),
         weight.dtype == torch.float32,
         offset,
@@ -120,9 +122,7 @@ def _rms_norm_backward(
         rstd.numel(),
         width,
         processors,
-        torch.cuda.current_stream().cuda_stream,
     )
-    check_launch("rms_norm", code)
     return input_gradient, weight_gradient
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_vla.kernels import check_launch, load_launcher
+from megatron_vla.kernels import launch, load_launcher
 from megatron_vla.kernels.tensor_table import AddressTable, BlockMap
 
 # Elements of one block. The base model's 3.2e9 gradients then give 50,000 partial sums.
@@ -31,8 +31,8 @@ class SquareSum:
     def __init__(self, sizes: Sequence[int], device: torch.device):
         launcher = load_launcher("square_sum")
         assert launcher is not None
-        self._launch = launcher.square_sum_launch
-        self._launch.argtypes = [
+        self._launcher = launcher.square_sum_launch
+        self._launcher.argtypes = [
             *[ctypes.c_void_p] * 3,
             ctypes.c_int,
             ctypes.c_int64,
@@ -47,13 +47,7 @@ class SquareSum:
         assert tuple(t.numel() for t in tensors) == self.sizes
         table = self._table.of(tensors, lambda: [word for tensor in tensors for word in _row(tensor)])
         partial = torch.empty(self._blocks.num_blocks, dtype=torch.float64, device=table.device)
-        code = self._launch(
-            table.data_ptr(),
-            *self._blocks.arguments(),
-            partial.data_ptr(),
-            torch.cuda.current_stream().cuda_stream,
-        )
-        check_launch("square_sum", code)
+        launch(self._launcher, table.device, table.data_ptr(), *self._blocks.arguments(), partial.data_ptr())
         return partial.sum()
 
 
