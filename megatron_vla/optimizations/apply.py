@@ -26,16 +26,17 @@ from megatron_vla.optimizations import (
 Optimization = Callable[[nn.Module, OptimizationConfig, ModelFamily, Callable[[str], None]], nn.Module]
 
 # Order matters: what swaps modules or changes how they compute comes first, then what wraps their forward. Compile comes before
-# checkpointing: torch.compile of a function that checkpointing has wrapped finds nothing to compile.
+# checkpointing: torch.compile of a function that checkpointing has wrapped finds nothing to compile. Which kernels a layer can
+# use depends on all of them.
 OPTIMIZATIONS: tuple[Optimization, ...] = (
     tf32.apply,
-    fused_kernels.apply,
     attention.apply,
     merge_projections.apply,
     expert_stream.apply,
     fp8.apply,
     compile.apply,
     activation_checkpoint.apply,
+    fused_kernels.apply,
 )
 
 

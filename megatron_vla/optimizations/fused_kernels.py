@@ -62,12 +62,12 @@ def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, rep
         return model
     for what, kernel, is_built, can_use in KERNELS:
         if can_use(model, config):
-            report(f"{what}: {code_of(kernel, is_built)}")
+            report(f"{what}: {code_of(kernel, is_built, config)}")
     return model
 
 
-def code_of(kernel: str, is_built: bool) -> str:
+def code_of(kernel: str, is_built: bool, config: OptimizationConfig) -> str:
     """Which code runs, of a kernel that takes what its conditions allow."""
-    if not SELECTION.enabled:
+    if not config.fused_kernels:
         return f"PyTorch operations ({FLAG})"
     return "the fused kernel" if is_built else f"PyTorch operations (kernels/{kernel} was not built)"

@@ -35,8 +35,8 @@ def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, rep
     if config.neighbouring_weights:
         line += f", {sum(map(make_neighbours, groups))} of which read neighbours in memory"
     if any(isinstance(module, GatedMlp) and module.activation == "gelu_tanh" for module in merging):
-        line += f"; gated GELU: {code_of('gated_gelu', gated_gelu.IS_BUILT)}"
+        line += f"; gated GELU: {code_of('gated_gelu', gated_gelu.IS_BUILT, config)}"
     if any(isinstance(group[0].bias, Tensor) for group in groups):
-        line += f"; gradients of biased products: {code_of('joined_gradients', joined_gradients.IS_BUILT)}"
+        line += f"; gradients of biased products: {code_of('joined_gradients', joined_gradients.IS_BUILT, config)}"
     report(line)
     return model
