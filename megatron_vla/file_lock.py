@@ -14,10 +14,15 @@ LOCK_FILE = ".lock"
 def alone_in(folder: Path, work: str) -> Iterator[None]:
     """Hold `folder` (made if missing); the kernel lets go of it when the process ends, however it ends.
 
-    Raises ValueError, with `work` in its message ("conversion"), while another process holds it.
+    Raises ValueError where it cannot be written, and, naming `work` ("conversion"), while another process holds it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK_FILE, "w") as lock:
+    path = folder / LOCK_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as failure:
+        raise ValueError(f"--output {folder}: {failure.strerror} -> name a folder that can be written") from failure
+    with path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as problem:

@@ -94,16 +94,16 @@ def evaluate(
         "seed": config.eval_seed,
         "replan_interval": replan,
     }
-    folder = ResultFolder(output, description)
     gl = None
     if backend.uses_mujoco(settings) and find_spec("mujoco") is not None:
         gl = choose_backend()
         say(f"rendering with MUJOCO_GL={gl}, fast rendering {'on' if settings.fast_rendering else 'off'}")
-    run = _Run(config, backend, settings, tasks, folder, gl, replan, say)
     actor: Actor = (
         expert_actor if policy is None else PolicyActor(policy, config.eval_seed, parse_camera_names(config.eval_camera_map))
     )
-    with alone_in(folder.path, "evaluation"):
+    with alone_in(output, "evaluation"):
+        # What is there already is read by whoever holds the folder: another evaluation may have just finished it.
+        run = _Run(config, backend, settings, tasks, ResultFolder(output, description), gl, replan, say)
         report = run.finish(trials, actor, policy, description)
     return report, run.results, description
 

@@ -70,10 +70,7 @@ class ResultFolder:
 
     def __init__(self, path: Path, description: Mapping[str, Any]) -> None:
         self.path = path
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as failure:
-            raise ValueError(f"--output {path}: {failure.strerror} -> name a folder that can be written") from failure
+        path.mkdir(parents=True, exist_ok=True)
         stored = path / DESCRIPTION_FILE
         wanted = json.loads(json.dumps(description))
         if stored.is_file():

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,23 @@ def test_one_evaluation_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
     assert closed_loop.evaluate(CONFIG, tmp_path, None, {"name": "expert"}, lambda text: None)[0]["trials"] == 6
 
 
+def test_trials_that_another_evaluation_has_just_finished_are_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one ends after this one has begun, and before this one holds the folder."""
+
+    @contextmanager
+    def late(folder: Path, work: str) -> Iterator[None]:
+        monkeypatch.setattr(closed_loop, "alone_in", alone_in)
+        closed_loop.evaluate(CONFIG, tmp_path, None, {"name": "expert"}, lambda text: None)
+        with alone_in(folder, work):
+            yield
+
+    monkeypatch.setattr(closed_loop, "alone_in", late)
+    assert closed_loop.evaluate(CONFIG, tmp_path, None, {"name": "expert"}, lambda text: None)[0]["trials"] == 6
+    assert len((tmp_path / "trials.jsonl").read_text().splitlines()) == 6
+
+
 def test_a_resumed_evaluation_has_the_whole_montage(tmp_path: Path) -> None:
     closed_loop.evaluate(CONFIG, tmp_path, None, {"name": "expert"}, lambda text: None)
     whole = read_video(tmp_path / "montage.gif", 10.0)
@@ -195,7 +213,7 @@ def test_damaged_and_unwritable_folders_are_named(tmp_path: Path) -> None:
         ResultFolder(tmp_path, {"seed": 0})
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"--output .*file/x: Not a directory"):
-        ResultFolder(tmp_path / "file/x", {"seed": 0})
+        closed_loop.evaluate(CONFIG, tmp_path / "file/x", None, {"name": "expert"}, lambda text: None)
 
 
 def test_errors_run_again_on_resume(tmp_path: Path) -> None:
