@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,25 +15,9 @@ from megatron_vla.kernels.fp8_quantize.op import (
     fp8_gated_gelu_backward,
     fp8_quantize,
 )
+from megatron_vla.kernels.timing import Calls, measure
 
 ROWS, HIDDEN, WIDTH = 18432, 2048, 16384
-REPETITIONS = 20
-
-
-def median_ms(function: Callable[[], Any]) -> float:
-    """Of single calls, timed on the device; captured, because a call of a custom op keeps the host busy for 0.1 ms."""
-    function()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPETITIONS + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
-    return times[len(times) // 2]
 
 
 def main() -> None:
@@ -61,13 +41,7 @@ def main() -> None:
             10 * ROWS * WIDTH,
         ),
     }
-    results = {}
-    for name, (function, size) in cases.items():
-        milliseconds = median_ms(function)
-        results[name] = {"ms": round(milliseconds, 4), "tb_per_s": round(size / milliseconds / 1e9, 3)}
-        print(f"{name:24s} {milliseconds:8.4f} ms  {size / milliseconds / 1e9:6.3f} TB/s", flush=True)
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "results": results}, indent=1))
+    measure({name: Calls([function], size) for name, (function, size) in cases.items()})
 
 
 if __name__ == "__main__":
