@@ -79,6 +79,40 @@ def test_derivatives_are_those_of_plain_code(
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("form", ["addition", "input"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("frozen", ["parameters", "streams", "everything"])
+def test_what_is_frozen_gets_no_gradient(frozen: str, compiled: bool, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a frozen backbone, in its first trained layer, and below that."""
+
+    def gradients_of(name: str, compiled: bool) -> list[Tensor | None]:
+        norm, hidden, update = norm_and_inputs(name)
+        norm.requires_grad_(frozen == "streams")
+        streams = [hidden, update] if form == "addition" else [hidden]
+        for stream in streams:
+            stream.requires_grad_(frozen == "parameters")
+        run: Any = torch.compile(norm, backend="aot_eager", fullgraph=True) if compiled else norm
+        total, output = run(*streams) if form == "addition" else run(hidden, with_input=True)
+        assert output.requires_grad == (frozen != "everything")
+        if frozen == "everything":
+            assert not total.requires_grad
+            return [total, output]
+        (output.sin() * total.detach().cos() + total.cos()).sum().backward()
+        return [leaf.grad for leaf in (*streams, *norm.parameters())]
+
+    for name in NORMS:
+        expected = gradients_of(name, compiled=False)
+        with monkeypatch.context() as patch:
+            use_ops(patch)
+            torch._dynamo.reset()
+            found = gradients_of(name, compiled)
+        for mine, plain in zip(found, expected, strict=True):
+            assert (mine is None) == (plain is None)
+            if mine is not None and plain is not None:
+                torch.testing.assert_close(mine, plain, rtol=1e-12, atol=1e-13)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("name", NORMS)
 def test_no_copy_and_no_addition_of_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer's graphs: the input goes on as it is, and each backward op takes both gradients of its stream."""
@@ -119,8 +153,11 @@ def test_streams_are_not_copied_in_eager_code(monkeypatch: pytest.MonkeyPatch) -
             stream, output = norm(hidden, with_input=True)
             assert stream.data_ptr() == hidden.data_ptr() and stream.grad_fn is output.grad_fn
             torch.testing.assert_close(output, plain, rtol=1e-13, atol=1e-14)
-            with torch.no_grad():
-                assert torch.equal(norm(hidden, with_input=True)[0], hidden)
+            for without_gradient in (torch.no_grad, torch.inference_mode):
+                with without_gradient():
+                    stream, again = norm(hidden, with_input=True)
+                    assert stream.data_ptr() == hidden.data_ptr() and torch.equal(again, output)
+                    assert torch.equal(norm(hidden), output) and torch.equal(norm(hidden, hidden)[0], hidden + hidden)
 
 
 SWITCHES: dict[str, dict[str, Any]] = {
