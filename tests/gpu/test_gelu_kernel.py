@@ -7,25 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_fixtures import captured, drawn, needs_kernel
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_vla.kernels import BUILD_COMMAND, SELECTION, load_launcher
+from megatron_vla.kernels import SELECTION
 from megatron_vla.kernels.biased_gelu import op
 from megatron_vla.kernels.biased_gelu.reference import gelu_backward_reference, gelu_reference
 from megatron_vla.models.common.feed_forward import FeedForward
 from megatron_vla.parallel.tensor_parallel import NOT_PARALLEL
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(load_launcher("biased_gelu") is None, reason=f"kernel not built: {BUILD_COMMAND}"),
-]
-
-
-def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(*shape, generator=generator) * scale).to("cuda", torch.bfloat16)
+pytestmark = needs_kernel("biased_gelu")
 
 
 def test_forward_of_every_bf16_number() -> None:
@@ -45,7 +37,7 @@ def test_forward_of_every_bf16_number() -> None:
 @pytest.mark.parametrize("width", [8, 24, 1032, 4304, 6144])
 @pytest.mark.parametrize("rows", [(1,), (3, 5), (127,), (64, 256), (1001,)], ids=str)
 def test_backward_and_sums(rows: tuple[int, ...], width: int) -> None:
-    values, gradient = random(*rows, width, scale=3.0), random(*rows, width, seed=1)
+    values, gradient = drawn(*rows, width, factor=3.0), drawn(*rows, width, seed=1)
     inner, sums = op.biased_gelu_backward(gradient, values)
     exact, _ = gelu_backward_reference(gradient.double(), values.double())
     # One rounding to bf16; fp32 errors where the slope is nearly zero.
@@ -58,14 +50,14 @@ def test_backward_and_sums(rows: tuple[int, ...], width: int) -> None:
 
 
 def test_what_the_kernel_does_not_take_goes_to_torch() -> None:
-    storage = random(4 * 64 + 8)
+    storage = drawn(4 * 64 + 8)
     unaligned = storage[1 : 1 + 4 * 64].view(4, 64)
     assert torch.equal(op.biased_gelu(unaligned), gelu_reference(unaligned))
-    strided = random(64, 48).t()
+    strided = drawn(64, 48).t()
     inner, sums = op.biased_gelu_backward(strided, strided)
     same, same_sums = op.biased_gelu_backward(strided.contiguous(), strided.contiguous())
     assert torch.equal(inner, same) and torch.equal(sums, same_sums)
-    empty, none = op.biased_gelu_backward(random(0, 16), random(0, 16))
+    empty, none = op.biased_gelu_backward(drawn(0, 16), drawn(0, 16))
     assert empty.shape == (0, 16) and not none.any()
 
 
@@ -86,7 +78,7 @@ def run(mlp: FeedForward, hidden: Tensor, used: bool, compiled: bool, monkeypatc
 def test_layer_with_and_without_the_kernel(compiled: bool, frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     mlp = FeedForward(64, 1072, NOT_PARALLEL).to("cuda", torch.bfloat16)
-    hidden = random(4, 101, 64).requires_grad_(frozen not in ("input", "all"))
+    hidden = drawn(4, 101, 64).requires_grad_(frozen not in ("input", "all"))
     if frozen == "fc1":
         mlp.fc1.requires_grad_(False)
     elif frozen == "all":
@@ -109,24 +101,17 @@ def test_layer_with_and_without_the_kernel(compiled: bool, frozen: str, monkeypa
 def test_graph_replays_with_new_numbers() -> None:
     torch.manual_seed(0)
     mlp = FeedForward(64, 256, NOT_PARALLEL).to("cuda", torch.bfloat16)
-    hidden = random(512, 64).requires_grad_()
+    hidden = drawn(512, 64).requires_grad_()
     assert op.can_run(hidden, mlp.fc1.weight, mlp.fc1.bias)
 
     def step() -> list[Tensor]:
         return list(torch.autograd.grad(mlp(hidden).float().sin().sum(), [hidden, *mlp.parameters()]))
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, found = captured(step)
     for seed in (1, 2):
         with torch.no_grad():
-            hidden.copy_(random(512, 64, seed=seed))
+            hidden.copy_(drawn(512, 64, seed=seed))
         graph.replay()
-        replayed = [t.clone() for t in captured]
+        replayed = [t.clone() for t in found]
         for mine, eager in zip(replayed, step(), strict=True):
             torch.testing.assert_close(mine, eager, rtol=2**-6, atol=0.05)

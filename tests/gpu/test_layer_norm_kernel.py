@@ -6,28 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_fixtures import assert_within, captured, drawn, needs_kernel
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_vla.kernels import BUILD_COMMAND, SELECTION, load_launcher
+from megatron_vla.kernels import SELECTION
 from megatron_vla.kernels.layer_norm import op
 from megatron_vla.models.common.normalization import LayerNorm
 from megatron_vla.models.common.vision_encoder import VisionLayer, VisionLayerSizes, VisionPlan
 from megatron_vla.parallel.tensor_parallel import NOT_PARALLEL
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(load_launcher("layer_norm") is None, reason=f"kernel not built: {BUILD_COMMAND}"),
-]
+pytestmark = needs_kernel("layer_norm")
 
 EPSILON = 1e-6
 HALF_ULP = 2.0**-8  # of bf16, relative: one rounding
-
-
-def draw(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to("cuda", dtype)
 
 
 def exact_backward(gradient: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
@@ -38,24 +30,17 @@ def exact_backward(gradient: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(output, [wide, *parameters], gradient.double()))
 
 
-def assert_close(found: Tensor, exact: Tensor, *, relative: float, scale: Tensor | float) -> None:
-    """Within one rounding, and fp32 sums of numbers of size `scale`."""
-    bound = exact.abs() * relative + scale * 4e-6
-    worst = float(((found.double() - exact).abs() / bound).max())
-    assert worst <= 1.0, f"{worst:.2f} times the bound"
-
-
 @pytest.mark.parametrize("form", ["plain", "addition", "input"])
 @pytest.mark.parametrize("width", [128 * k for k in range(1, 17)])
 @pytest.mark.parametrize("rows", [(1,), (3, 5), (4, 256), (2371,)], ids=str)
 def test_forward_and_backward(rows: tuple[int, ...], width: int, form: str) -> None:
     with_addition, with_stream = form == "addition", form != "plain"
     parameter_dtype = torch.float32 if width % 256 else torch.bfloat16
-    weight, bias = draw(width, seed=1, dtype=parameter_dtype), draw(width, seed=2, dtype=parameter_dtype)
-    x, update = draw(*rows, width, seed=3) * 3 + 1, draw(*rows, width, seed=4)
+    weight, bias = drawn(width, seed=1, dtype=parameter_dtype), drawn(width, seed=2, dtype=parameter_dtype)
+    x, update = drawn(*rows, width, seed=3) * 3 + 1, drawn(*rows, width, seed=4)
     leaves = [t.requires_grad_() for t in (x, weight, bias, *([update] if with_addition else []))]
     assert op.can_run(x, weight, bias, update if with_addition else None)
-    gradient, extra = draw(*rows, width, seed=5), draw(*rows, width, seed=6)
+    gradient, extra = drawn(*rows, width, seed=5), drawn(*rows, width, seed=6)
 
     def run() -> list[Tensor]:
         if not with_stream:
@@ -78,16 +63,16 @@ def test_forward_and_backward(rows: tuple[int, ...], width: int, form: str) -> N
     parameters = [p.detach().bfloat16().double() for p in (weight, bias)]
     exact = F.layer_norm(total.double(), (width,), *parameters, EPSILON)
     magnitude = (exact - parameters[1]).abs() + parameters[1].abs()
-    assert_close(output, exact, relative=HALF_ULP, scale=magnitude + parameters[0].abs())
+    assert_within(output, exact, relative=HALF_ULP, scale=magnitude + parameters[0].abs())
     exact_x, exact_weight, exact_bias = exact_backward(gradient, total, weight.detach())
     deviation = total.double().std(-1, correction=0, keepdim=True)
     extra_wide = extra.double() if with_stream else torch.zeros_like(exact_x)
     sizes = (gradient.double() * parameters[0]).abs().amax(-1, keepdim=True) * 8 / deviation + extra_wide.abs()
-    assert_close(others[0], exact_x + extra_wide, relative=HALF_ULP, scale=sizes)
+    assert_within(others[0], exact_x + extra_wide, relative=HALF_ULP, scale=sizes)
     rounding = 0.0 if parameter_dtype == torch.float32 else HALF_ULP
     for found, wanted in zip(others[1:3], (exact_weight, exact_bias), strict=True):
         assert found.dtype == parameter_dtype
-        assert_close(found, wanted, relative=rounding, scale=8 * total.shape[:-1].numel() ** 0.5)
+        assert_within(found, wanted, relative=rounding, scale=8 * total.shape[:-1].numel() ** 0.5)
     for first, second in zip(run(), run(), strict=True):
         assert torch.equal(first, second), "the same bits every time"
 
@@ -95,8 +80,8 @@ def test_forward_and_backward(rows: tuple[int, ...], width: int, form: str) -> N
 def test_many_rows_and_extreme_ones() -> None:
     """More rows than one wave; constant rows give the bias, and finite gradients; large and tiny numbers."""
     width = 1152
-    weight, bias = draw(width, seed=1, dtype=torch.float32), draw(width, seed=2, dtype=torch.float32)
-    x = draw(20001, width, seed=3)
+    weight, bias = drawn(width, seed=1, dtype=torch.float32), drawn(width, seed=2, dtype=torch.float32)
+    x = drawn(20001, width, seed=3)
     x[:4] = torch.tensor([0.0, 3.140625, -1000.0, 1e-20], device="cuda", dtype=torch.bfloat16)[:, None]
     x[4] *= 1e30**0.5
     x[5] *= 1e-10
@@ -104,8 +89,8 @@ def test_many_rows_and_extreme_ones() -> None:
     output = op.layer_norm(x, weight, bias, EPSILON)
     assert torch.equal(output[:4], bias.bfloat16().expand(4, -1))
     exact = F.layer_norm(x.double(), (width,), weight.bfloat16().double(), bias.bfloat16().double(), EPSILON)
-    assert_close(output.detach(), exact.detach(), relative=HALF_ULP, scale=10.0)
-    gradient = draw(20001, width, seed=4)
+    assert_within(output.detach(), exact.detach(), relative=HALF_ULP, scale=10.0)
+    gradient = drawn(20001, width, seed=4)
     (found,) = torch.autograd.grad(output, x, gradient)
     assert bool(found.isfinite().all())
     wanted = exact_backward(gradient, x.detach(), weight)[0]
@@ -113,12 +98,12 @@ def test_many_rows_and_extreme_ones() -> None:
 
 
 def test_other_tensors_are_refused_or_take_the_reference() -> None:
-    weight, bias, x = draw(256, seed=1), draw(256, seed=2), draw(8, 256, seed=3)
+    weight, bias, x = drawn(256, seed=1), drawn(256, seed=2), drawn(8, 256, seed=3)
     assert op.can_run(x, weight, bias) and op.can_run(x, weight.float(), bias.float())
     assert not op.can_run(x.float(), weight, bias)
     assert not op.can_run(x[:, ::2], weight[:128], bias[:128])
-    assert not op.can_run(draw(8, 100, seed=1), weight[:100], bias[:100])
-    assert not op.can_run(draw(8, 17 * 128, seed=1), draw(17 * 128, seed=2), draw(17 * 128, seed=3))
+    assert not op.can_run(drawn(8, 100, seed=1), weight[:100], bias[:100])
+    assert not op.can_run(drawn(8, 17 * 128, seed=1), drawn(17 * 128, seed=2), drawn(17 * 128, seed=3))
     assert not op.can_run(x, weight, bias, x[:1]) and not op.can_run(x, weight, bias, x.float())
     with torch.autocast("cuda", dtype=torch.bfloat16):
         assert not op.can_run(x, weight, bias)
@@ -126,6 +111,14 @@ def test_other_tensors_are_refused_or_take_the_reference() -> None:
     found, expected = (op.layer_norm(t, weight, bias, EPSILON) for t in (shifted, x))
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-5)
     assert op.layer_norm(x[:0], weight, bias, EPSILON).shape == (0, 256)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    for gradient in (drawn(256, 8, seed=9).t(), drawn(1, 256, seed=9).expand(8, -1)):
+        strided, plain = (
+            torch.autograd.grad(op.layer_norm(x, weight, bias, EPSILON), leaves, g) for g in (gradient, gradient.contiguous())
+        )
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(strided, plain, strict=True))
+    gradients = torch.autograd.grad(op.layer_norm(x[:0], weight, bias, EPSILON).sum(), leaves)
+    assert not any(bool(gradient.any()) for gradient in gradients)
 
 
 def layer_and_inputs(width: int) -> tuple[VisionLayer, Tensor, VisionPlan]:
@@ -139,7 +132,7 @@ def layer_and_inputs(width: int) -> tuple[VisionLayer, Tensor, VisionPlan]:
             module.float()
             torch.nn.init.normal_(module.weight, 1.0, 0.2)
             torch.nn.init.normal_(module.bias, 0.0, 0.2)
-    return layer, draw(3, 50, width, seed=7).requires_grad_(), VisionPlan(50)
+    return layer, drawn(3, 50, width, seed=7).requires_grad_(), VisionPlan(50)
 
 
 @pytest.mark.parametrize("width", [128, 384])
@@ -147,7 +140,7 @@ def layer_and_inputs(width: int) -> tuple[VisionLayer, Tensor, VisionPlan]:
 def test_layers_compute_the_same(compiled: bool, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On and off, against fp64: on errs no more. Off is not compiled: generated code does not round between operations."""
     layer, hidden, plan = layer_and_inputs(width)
-    gradient = draw(3, 50, width, seed=8)
+    gradient = drawn(3, 50, width, seed=8)
 
     def both_ways(layer: VisionLayer, hidden: Tensor, compiled: bool) -> list[Tensor]:
         torch._dynamo.reset()
@@ -168,24 +161,17 @@ def test_layers_compute_the_same(compiled: bool, width: int, monkeypatch: pytest
 
 
 def test_captured_and_replayed() -> None:
-    weight, bias, x, update = draw(1152, seed=1), draw(1152, seed=2), draw(999, 1152, seed=3), draw(999, 1152, seed=4)
-    gradient, extra = draw(999, 1152, seed=5), draw(999, 1152, seed=6)
+    weight, bias, x, update = drawn(1152, seed=1), drawn(1152, seed=2), drawn(999, 1152, seed=3), drawn(999, 1152, seed=4)
+    gradient, extra = drawn(999, 1152, seed=5), drawn(999, 1152, seed=6)
     leaves = [t.requires_grad_() for t in (x, update, weight, bias)]
 
-    def run() -> tuple[Tensor, ...]:
+    def run() -> list[Tensor]:
         outputs = op.add_layer_norm(x, update, weight, bias, EPSILON)
-        return *outputs, *torch.autograd.grad(outputs, leaves, [extra, gradient])
+        return [*outputs, *torch.autograd.grad(outputs, leaves, [extra, gradient])]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    graph, found = captured(run)
     with torch.no_grad():
         x.add_(1.0), gradient.mul_(2.0)
     graph.replay()
-    for found, expected in zip(captured, run(), strict=True):
-        assert torch.equal(found, expected)
+    for replayed, expected in zip(found, run(), strict=True):
+        assert torch.equal(replayed, expected)

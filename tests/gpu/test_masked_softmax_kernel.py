@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from kernel_fixtures import captured, drawn, needs_kernel
 from torch import Tensor
 
-from megatron_vla.kernels import BUILD_COMMAND, SELECTION, load_launcher
+from megatron_vla.kernels import SELECTION
 from megatron_vla.kernels.masked_softmax import op
 from megatron_vla.models.common.matmul_attention import matmul_attention
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(load_launcher("masked_softmax") is None, reason=f"kernel not built: {BUILD_COMMAND}"),
-]
+pytestmark = needs_kernel("masked_softmax")
 SCALE = 72**-0.5  # no power of two
 # Keys that exist and keys with those added for alignment: every number of vectors of a lane.
 WIDTHS = [(8, 8), (11, 16), (250, 256), (264, 264), (512, 512), (576, 576), (626, 632), (768, 768), (890, 896), (1024, 1024)]
@@ -31,8 +29,7 @@ def only_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "masked_softmax_reference", refuse)
 
 
-def drawn(*shape: int, seed: int, factor: float = 1.0) -> Tensor:
-    return (factor * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).cuda()
+drawn_fp32 = partial(drawn, dtype=torch.float32)
 
 
 def drawn_mask(num_samples: int, num_keys: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -75,24 +72,24 @@ def test_against_fp64(widths: tuple[int, int], kind: str) -> None:
     if kind != "none":
         mask = drawn_mask(1 if kind == "one" else 3, num_keys, torch.float32 if kind.endswith("fp32") else torch.bfloat16)
     for num_rows in (1, 31, 100):
-        check(drawn(3, num_rows, width, seed=0, factor=20.0), mask, num_keys)
+        check(drawn_fp32(3, num_rows, width, seed=0, factor=20.0), mask, num_keys)
 
 
 @pytest.mark.usefixtures("only_the_kernel")
 @pytest.mark.parametrize("factor", [0.0, 1e-3, 1e3, 1e6, 1e30])
 def test_logits_of_any_size(factor: float) -> None:
-    found = check(drawn(2, 40, 576, seed=0, factor=factor), drawn_mask(2, 576), 576)
+    found = check(drawn_fp32(2, 40, 576, seed=0, factor=factor), drawn_mask(2, 576), 576)
     assert ((found.double().sum(-1) - 1).abs() < 0.01).all()
 
 
 @pytest.mark.usefixtures("only_the_kernel")
 def test_sizes_of_a_model() -> None:
-    check(drawn(8, 8 * 576, 576, seed=0, factor=16.0), drawn_mask(8, 576), 576)
-    check(drawn(32, 8 * 50, 632, seed=0, factor=16.0), drawn_mask(32, 626), 626)
+    check(drawn_fp32(8, 8 * 576, 576, seed=0, factor=16.0), drawn_mask(8, 576), 576)
+    check(drawn_fp32(32, 8 * 50, 632, seed=0, factor=16.0), drawn_mask(32, 626), 626)
 
 
 def test_rows_without_a_finite_maximum_are_nan_as_in_torch() -> None:
-    logits = drawn(2, 9, 24, seed=0)
+    logits = drawn_fp32(2, 9, 24, seed=0)
     logits[0, 1, 3], logits[0, 2, 4], logits[0, 3, 5], logits[0, 4] = torch.nan, torch.inf, -torch.inf, -torch.inf
     mask = torch.zeros(2, 1, 20, device="cuda")
     mask[1] = float("-inf")
@@ -103,12 +100,12 @@ def test_rows_without_a_finite_maximum_are_nan_as_in_torch() -> None:
 
 
 def test_what_the_kernel_does_not_take_runs_the_reference() -> None:
-    logits = drawn(2, 8, 16, seed=0)
+    logits = drawn_fp32(2, 8, 16, seed=0)
     wanted = op.masked_softmax_reference(logits, SCALE, None, 13, torch.bfloat16)
     shifted = torch.empty(logits.numel() + 1, device="cuda")[1:].view_as(logits).copy_(logits)
     assert shifted.data_ptr() % op.ALIGNMENT and op.can_run(shifted, None, 13, torch.bfloat16)
     assert torch.equal(op.masked_softmax(shifted, SCALE, None, 13, torch.bfloat16), wanted)
-    wide = drawn(1, 2, op.MAX_KEYS + 8, seed=0)
+    wide = drawn_fp32(1, 2, op.MAX_KEYS + 8, seed=0)
     assert not op.can_run(wide, None, wide.shape[-1], torch.bfloat16)
     assert op.masked_softmax(wide, SCALE, None, wide.shape[-1], torch.bfloat16).shape == wide.shape
     assert op.masked_softmax(logits[:, :0], SCALE, None, 16, torch.bfloat16).shape == (2, 0, 16)
@@ -120,7 +117,7 @@ def test_what_the_kernel_does_not_take_runs_the_reference() -> None:
 
 def attention_inputs(num_keys: int) -> list[Tensor]:
     shapes = ((2, 8 * 50, 256), (2, num_keys, 256), (2, num_keys, 256))
-    return [drawn(*shape, seed=i).bfloat16().requires_grad_() for i, shape in enumerate(shapes)]
+    return [drawn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -130,7 +127,7 @@ def test_attention_errs_no_more_than_with_torchs_softmax(
 ) -> None:
     inputs = attention_inputs(num_keys)
     mask = drawn_mask(masks, num_keys) if masks else None
-    weight = drawn(2, 8 * 50, 256, seed=7)
+    weight = drawn_fp32(2, 8 * 50, 256, seed=7)
 
     def results(leaves: list[Tensor], function: Any) -> list[Tensor]:
         output = function(*leaves, mask)
@@ -158,34 +155,21 @@ def test_attention_errs_no_more_than_with_torchs_softmax(
 @pytest.mark.usefixtures("only_the_kernel")
 def test_in_a_captured_graph() -> None:
     inputs = attention_inputs(626)
-    logits, mask = drawn(2, 100, 632, seed=9), drawn_mask(2, 626)
+    logits, mask = drawn_fp32(2, 100, 632, seed=9), drawn_mask(2, 626)
 
     def step() -> list[Tensor]:
         output = matmul_attention(*inputs, mask)
         weights = op.masked_softmax(logits, SCALE, mask, 626, torch.bfloat16)
         return [weights, output.detach(), *torch.autograd.grad(output.square().sum(), inputs)]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, replayed = captured(step)
     for factor in (1.0, 2.0, 0.25):
         with torch.no_grad():
             inputs[0].mul_(factor)
             logits.mul_(factor)
         graph.replay()
         expected = step()
-        assert torch.equal(captured[0], expected[0])
-        for mine, wanted in zip(captured, expected, strict=True):
+        assert torch.equal(replayed[0], expected[0])
+        for mine, wanted in zip(replayed, expected, strict=True):
             # Products may be summed in another order there.
             assert (mine - wanted).float().norm() <= 0.01 * wanted.float().norm()
