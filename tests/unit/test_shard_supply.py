@@ -330,7 +330,9 @@ def test_V09_memory_is_bounded_by_slots_and_predicted(folder: Path, capsys: pyte
     assert "(2 open + 3 ahead)" in line and "--shard-bytes" in line and "micro-batches" not in line
     ahead = supply_of(folder, *AHEAD, "--prefetch-factor", "6", "--micro-batch-size", "64").prefetch_line()
     size = sum(value.nbytes for value in batches_of(supply, 1)[0].tensors().values()) * 64 / 4
-    assert float(ahead.split("6 micro-batches that are ready: ")[1].split(" MiB")[0]) == pytest.approx(6 * size / 2**20, abs=0.1)
+    assert float(ahead.split("6 micro-batches that are ready: ")[1].split(" MiB")[0]) == pytest.approx(
+        6 * size / 2**20, abs=0.1
+    )
     with pytest.raises(CheckError, match=r"--shard-cache-bytes.*100000 are allowed.*use --shard-cache-bytes \d+ or more"):
         supply_of(folder, "--shard-cache-bytes", "100000")
     assert isinstance(supply.order, ShardOrder)
