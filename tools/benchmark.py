@@ -20,6 +20,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -38,6 +39,7 @@ PEAK_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e
 HOST_SYNC_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 PROFILED = ("kernels", "kernels_in_graphs", "copies", "host_syncs", "graph_launches")
 NUM_COMPARED_LOSSES = 10
+GRACE_SECONDS = 20.0
 EXCEPTION_LINE = re.compile(r"^(\[\w+\]:\s*)?[\w.]*(Error|Exception)\b")
 
 
@@ -49,6 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="where to write the result JSON (a PNG goes beside it)")
     parser.add_argument("--steps", type=int, default=20, help="measured steps per rung")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the timing starts; their losses count")
+    parser.add_argument("--rung-timeout", type=float, help="seconds after which a rung is ended and counts as failed")
     parser.add_argument("--keep", action="store_true", help="keep what --output holds of this card, measure the other rungs")
     parser.add_argument("--profile", type=Path, help="folder for two files per rung about the kernels of the profiled step")
     parser.add_argument("--extra-flags", nargs=argparse.REMAINDER, default=[], help="appended to every rung (last argument)")
@@ -285,15 +288,37 @@ def _run_rung(rung: dict[str, Any], flags: list[str], arguments: argparse.Namesp
         command += ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
         command += [] if arguments.profile is None else ["--profile", str(arguments.profile)]
         began = time.monotonic()
-        finished = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-        if finished.returncode:
-            lines = (finished.stderr or finished.stdout).strip().splitlines() or ["killed"]
+        code, stdout, stderr = _run(command, arguments.rung_timeout)
+        if code:
+            lines = (stderr or stdout).strip().splitlines() or ["killed"]
             print("\n".join(lines[-60:]), flush=True)
             # Warnings of libraries may follow the exception.
             last = max((n for n, line in enumerate(lines) if EXCEPTION_LINE.search(line)), default=len(lines) - 1)
             error = " ".join(lines[last:])[:500]
             return {"name": rung["name"], "flags": flags, "error": error}
         return {**json.loads(output.read_text()), "process_seconds": round(time.monotonic() - began, 1)}
+
+
+def _run(command: list[str], timeout: float | None) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr) of a process; after `timeout` seconds it ends with all that it has started."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            # torchrun ends its workers, which have sessions of their own, when it is asked to.
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                stdout, stderr = process.communicate(timeout=GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                stdout, stderr = process.communicate()
+            return 1, stdout, f"{stderr}\nTimeoutError: not finished after {timeout:g} s (--rung-timeout)"
+        except BaseException:
+            os.killpg(process.pid, signal.SIGTERM)
+            raise
+    return process.returncode, stdout, stderr
 
 
 def _compare(results: list[dict[str, Any]]) -> None:
