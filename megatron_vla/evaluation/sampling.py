@@ -48,7 +48,11 @@ class ActionSampler:
     @torch.no_grad()
     def __call__(self, batch: TensorFields) -> Tensor:
         """Sample from the batch's own noise."""
-        return self._replay(batch) if self.cuda_graph else self._sample(batch)
+        if not self.cuda_graph:
+            return self._sample(batch)
+        # A capture records what the current GPU does, and nothing of another one that the policy acts on.
+        with torch.cuda.device(batch.tensors()["noise_BTA"].device):
+            return self._replay(batch)
 
     def _sample(self, batch: TensorFields) -> Tensor:
         assert self.family.sample_actions is not None

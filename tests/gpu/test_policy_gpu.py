@@ -52,3 +52,19 @@ def test_gpu_and_cpu_act_alike(save: Path) -> None:
     noise = [gpu.noise(0, k, 0) for k in range(2)]
     for one, other in zip(cpu.infer(observations, noise), gpu.infer(observations, noise), strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("settings", [{}, {"cuda_graph": True}, {"compile": True, "cuda_graph": True}], ids=str)
+def test_the_second_gpu_acts_as_the_first(save: Path, settings: dict[str, bool]) -> None:
+    """Which is the current one throughout."""
+    first = loaded(save)
+    chosen = PolicySettings(device="cuda:1", num_inference_steps=4, **settings)  # type: ignore[arg-type]
+    second = opened_up(load_policy(open_checkpoint(save), chosen, lambda line: None))
+    second.module.load_state_dict(first.module.state_dict())
+    for size in (2, 1, 2):
+        observations = [random_observation(10 * size + k) for k in range(size)]
+        noise = [first.noise(0, k, size) for k in range(size)]
+        for one, other in zip(first.infer(observations, noise), second.infer(observations, noise), strict=True):
+            np.testing.assert_allclose(other, one, rtol=1e-3, atol=1e-3)
+    assert torch.cuda.current_device() == 0
