@@ -32,7 +32,8 @@ def launch(script: Path, tmp_path: Path, environment: dict[str, str], *flags: st
     stub(commands, "torchrun", f'exec "{sys.executable}" -m torch.distributed.run "$@"\n')
     # What Slurm would do on one node: srun starts its command, scontrol names the nodes.
     stub(commands, "srun", 'while [[ "$1" == --* ]]; do shift; done\necho "started by srun"\nexec "$@"\n')
-    stub(commands, "scontrol", 'echo localhost\necho "other-node"\n')
+    # As many as fill a pipe: a reader that takes only the first name would end the job with SIGPIPE.
+    stub(commands, "scontrol", "echo localhost\nseq -f other-node-%g 20000\n")
     variables = {
         **{k: v for k, v in os.environ.items() if not k.startswith("SLURM_")},
         "PATH": f"{commands}:{os.environ['PATH']}",
