@@ -35,7 +35,7 @@ def median_ms(functions: Sequence[Callable[[], Any]]) -> float:
             function()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(REPETITIONS * len(graphs) + 1)]
     events[0].record()
-    for graph, event in zip(itertools.cycle(graphs), events[1:], strict=False):
+    for graph, event in zip(graphs * REPETITIONS, events[1:], strict=True):
         graph.replay()
         event.record()
     torch.cuda.synchronize()

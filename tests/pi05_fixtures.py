@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,6 +160,16 @@ def gradients(model: Pi05Model, batch: Batch) -> dict[str, Tensor]:
     model.zero_grad()
     mean_loss(model, batch).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_gradients_close(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, rtol: float = 1e-12, atol: float = 1e-15
+) -> None:
+    """`atol` is a share of the largest of all expected gradients."""
+    assert found.keys() == expected.keys()
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=rtol, atol=atol * scale, msg=name)
 
 
 def our_name(released: str) -> str:

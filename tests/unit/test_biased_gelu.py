@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pi05_fixtures import gradients, mean_loss, tiny_batch, tiny_model
+from pi05_fixtures import assert_gradients_close, gradients, mean_loss, tiny_batch, tiny_model
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -173,9 +173,7 @@ def test_model_computes_the_same(compiled: bool, patterns: tuple[str, ...], monk
         results.append((float(mean_loss(model, batch).detach()), gradients(model, batch)))
     torch._dynamo.reset()
     assert results[0][0] == results[1][0]
-    scale = max(float(g.abs().max()) for g in results[0][1].values())
-    for name, gradient in results[0][1].items():
-        torch.testing.assert_close(results[1][1][name], gradient, rtol=1e-12, atol=1e-15 * scale, msg=name)
+    assert_gradients_close(results[1][1], results[0][1])
 
 
 def test_layers_of_equal_shapes_share_one_graph(aot_eager: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pi05_fixtures import gradients, mean_loss, tiny_batch, tiny_model
+from pi05_fixtures import assert_gradients_close, gradients, mean_loss, tiny_batch, tiny_model
 from torch import nn
 
 from megatron_vla.config.optimization import OptimizationConfig
@@ -69,6 +69,4 @@ def test_model_computes_the_same(compiled: bool, monkeypatch: pytest.MonkeyPatch
         results.append((float(mean_loss(model, batch).detach()), gradients(model, batch)))
     torch._dynamo.reset()
     assert results[0][0] == results[1][0]
-    scale = max(float(g.abs().max()) for g in results[0][1].values())
-    for name, gradient in results[0][1].items():
-        torch.testing.assert_close(results[1][1][name], gradient, rtol=1e-12, atol=1e-15 * scale, msg=name)
+    assert_gradients_close(results[1][1], results[0][1])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pi05_fixtures import gradients, mean_loss, tiny_batch, tiny_model, uniform
+from pi05_fixtures import assert_gradients_close, gradients, mean_loss, tiny_batch, tiny_model, uniform
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -104,9 +104,7 @@ def test_a_compiled_model_computes_the_same(patterns: tuple[str, ...], request: 
         model = apply_optimizations(model, config, FAMILY, lambda line: None)
         results.append((float(mean_loss(model, batch).detach()), gradients(model, batch)))
     assert calls and results[0][0] == pytest.approx(results[1][0], rel=1e-13)
-    scale = max(float(g.abs().max()) for g in results[0][1].values())
-    for name, gradient in results[0][1].items():
-        torch.testing.assert_close(results[1][1][name], gradient, rtol=1e-11, atol=1e-14 * scale, msg=name)
+    assert_gradients_close(results[1][1], results[0][1], rtol=1e-11, atol=1e-14)
 
 
 def test_where_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:

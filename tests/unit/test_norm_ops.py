@@ -12,7 +12,7 @@ from groot_model_fixtures import gradients as groot_gradients
 from groot_model_fixtures import tiny_batch as groot_batch
 from groot_model_fixtures import tiny_config as groot_config
 from groot_model_fixtures import tiny_model as groot_model
-from pi05_fixtures import gradients, tiny_batch, tiny_model
+from pi05_fixtures import assert_gradients_close, gradients, tiny_batch, tiny_model
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -184,7 +184,4 @@ def test_models_compute_the_same(family: str, switches: str, aot_eager: None, mo
         else:
             model = groot_model(groot_config(tune_visual=True, tune_llm=True))
             results.append(groot_gradients(apply_optimizations(model, config, GROOT, lambda line: None), groot_batch()))
-    scale = max(float(g.abs().max()) for g in results[0].values())
-    assert results[0].keys() == results[1].keys()
-    for name, gradient in results[0].items():
-        torch.testing.assert_close(results[1][name], gradient, rtol=1e-11, atol=1e-14 * scale, msg=name)
+    assert_gradients_close(results[1], results[0], rtol=1e-11, atol=1e-14)

@@ -37,14 +37,8 @@ __global__ void __launch_bounds__(kForwardWarps* kLanes, kForwardBlocks<K>)
         float values[4 * K], first = 0.0f, second = 0.0f;
 #pragma unroll
         for (int i = 0; i < kPieces<K>; i++) {
-            unsigned words[4], others[4];
-            load_piece<K>(words, source, i);
-            if constexpr (kAdds) {
-                load_piece<K>(others, source + kWidth, i);
-#pragma unroll
-                for (int j = 0; j < words_of<K>(i); j++) words[j] = added(words[j], others[j]);
-                store_piece<K>(sum + begin_of<K>(row), words, i);
-            }
+            unsigned words[4];
+            load_summed<K, kAdds>(words, source, sum + begin_of<K>(row), i);
 #pragma unroll
             for (int j = 0; j < words_of<K>(i); j++) {
                 first += values[8 * i + 2 * j] = low(words[j]);
@@ -170,14 +164,11 @@ template <int K, bool kAdds>
 int launch_forward(const void* x, const void* residual, const void* weight, const void* bias, bool is_fp32, void* sum, void* y,
                    void* mean, void* rstd, int64_t rows, float eps, int processors, cudaStream_t on) {
     constexpr int kShared = (kForwardWarps * kForwardBuffers + 2) * K * kColumns * static_cast<int>(sizeof(bf16));
-    const auto kernel = forward_kernel<K, kAdds>;
-    const cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-    if (code != cudaSuccess) return static_cast<int>(code);
     const int grid = blocks_for(rows, kForwardWarps, processors, kForwardBlocks<K>);
-    kernel<<<grid, kForwardWarps * kLanes, kShared, on>>>(
+    return launch_kernel(
+        forward_kernel<K, kAdds>, grid, kForwardWarps, kShared, on,
         static_cast<const bf16*>(x), static_cast<const bf16*>(residual), weight, bias, is_fp32, static_cast<bf16*>(sum),
         static_cast<bf16*>(y), static_cast<float*>(mean), static_cast<float*>(rstd), static_cast<int>(rows), eps);
-    return static_cast<int>(cudaGetLastError());
 }
 
 template <int K, bool kAdds>
@@ -186,16 +177,13 @@ int launch_backward(const void* dy, const void* extra, const void* x, const void
                     int processors, cudaStream_t on) {
     constexpr int kWidth = K * kColumns;
     constexpr int kShared = (kBackwardWarps<K> * kBackwardBuffers + 1) * kWidth * static_cast<int>(sizeof(bf16));
-    const auto kernel = backward_kernel<K, kAdds>;
-    cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-    if (code != cudaSuccess) return static_cast<int>(code);
     const int grid = blocks_for(rows, kBackwardWarps<K>, processors, 1);
-    kernel<<<grid, kBackwardWarps<K> * kLanes, kShared, on>>>(
+    const int code = launch_kernel(
+        backward_kernel<K, kAdds>, grid, kBackwardWarps<K>, kShared, on,
         static_cast<const bf16*>(dy), static_cast<const bf16*>(extra), static_cast<const bf16*>(x),
         static_cast<const float*>(mean), static_cast<const float*>(rstd), weight, is_fp32, static_cast<bf16*>(dx),
         static_cast<float*>(partial), static_cast<int>(rows));
-    code = cudaGetLastError();
-    return code != cudaSuccess ? static_cast<int>(code) : launch_sums(partial, dweight, dbias, is_fp32, kWidth, grid, on);
+    return code != 0 ? code : launch_sums(partial, dweight, dbias, is_fp32, kWidth, grid, on);
 }
 
 }  // namespace

@@ -80,6 +80,19 @@ __device__ __forceinline__ unsigned added(unsigned one, unsigned other) {
     return rounded(low(one) + low(other), high(one) + high(other));
 }
 
+// Piece i of a row; if kAdds, of its sum with the row that lies behind it, which also goes to `sum`.
+template <int K, bool kAdds>
+__device__ __forceinline__ void load_summed(unsigned (&words)[4], const bf16* row, bf16* sum, int i) {
+    load_piece<K>(words, row, i);
+    if constexpr (kAdds) {
+        unsigned others[4];
+        load_piece<K>(others, row + K * kColumns, i);
+#pragma unroll
+        for (int j = 0; j < words_of<K>(i); j++) words[j] = added(words[j], others[j]);
+        store_piece<K>(sum, words, i);
+    }
+}
+
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
     for (int offset = kLanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
@@ -154,6 +167,15 @@ __device__ __forceinline__ void add_over_warps(const float* sums, int step, floa
         for (int i = 0; i < kWarps; i++) total += sums[i * step + column];
         totals[column] = total;
     }
+}
+
+// Blocks of `warps` warps with `shared` bytes each; a CUDA error code.
+template <typename... Parameters, typename... Arguments>
+int launch_kernel(void (*kernel)(Parameters...), int blocks, int warps, int shared, cudaStream_t on, Arguments... arguments) {
+    const cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    if (code != cudaSuccess) return static_cast<int>(code);
+    kernel<<<blocks, warps * kLanes, shared, on>>>(arguments...);
+    return static_cast<int>(cudaGetLastError());
 }
 
 constexpr int kSlices = 16;

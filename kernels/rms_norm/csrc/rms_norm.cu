@@ -53,14 +53,8 @@ __global__ void __launch_bounds__(kForwardWarps* kLanes, kForwardBlocks<K>)
         float values[4 * K], first = 0.0f, second = 0.0f;
 #pragma unroll
         for (int i = 0; i < kPieces<K>; i++) {
-            unsigned words[4], others[4];
-            load_piece<K>(words, source, i);
-            if constexpr (kAdds) {
-                load_piece<K>(others, source + kWidth, i);
-#pragma unroll
-                for (int j = 0; j < words_of<K>(i); j++) words[j] = added(words[j], others[j]);
-                store_piece<K>(sum + begin_of<K>(row), words, i);
-            }
+            unsigned words[4];
+            load_summed<K, kAdds>(words, source, sum + begin_of<K>(row), i);
 #pragma unroll
             for (int j = 0; j < words_of<K>(i); j++) {
                 const int k = 8 * i + 2 * j;
@@ -171,31 +165,24 @@ template <int K, bool kAdds>
 int launch_forward(const void* x, const void* residual, const void* weight, bool is_fp32, float offset, void* sum, void* y,
                    void* rstd, int64_t rows, float eps, int processors, cudaStream_t on) {
     constexpr int kShared = shared_bytes<K>(kForwardWarps * kForwardBuffers);
-    const auto kernel = forward_kernel<K, kAdds>;
-    const cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-    if (code != cudaSuccess) return static_cast<int>(code);
     const int grid = blocks_for(rows, kForwardWarps, processors, kForwardBlocks<K>);
-    kernel<<<grid, kForwardWarps * kLanes, kShared, on>>>(
+    return launch_kernel(
+        forward_kernel<K, kAdds>, grid, kForwardWarps, kShared, on,
         static_cast<const bf16*>(x), static_cast<const bf16*>(residual), weight, is_fp32, offset, static_cast<bf16*>(sum),
         static_cast<bf16*>(y), static_cast<float*>(rstd), static_cast<int>(rows), eps);
-    return static_cast<int>(cudaGetLastError());
 }
 
 template <int K, bool kAdds>
 int launch_backward(const void* dy, const void* extra, const void* x, const void* rstd, const void* weight, bool is_fp32,
                     float offset, void* dx, void* partial, void* dweight, int64_t rows, int processors, cudaStream_t on) {
     constexpr int kShared = shared_bytes<K>(kBackwardWarps<K> * kBackwardBuffers);
-    const auto kernel = backward_kernel<K, kAdds>;
-    cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-    if (code != cudaSuccess) return static_cast<int>(code);
     const int grid = blocks_for(rows, kBackwardWarps<K>, processors, 1);
-    kernel<<<grid, kBackwardWarps<K> * kLanes, kShared, on>>>(
+    const int code = launch_kernel(
+        backward_kernel<K, kAdds>, grid, kBackwardWarps<K>, kShared, on,
         static_cast<const bf16*>(dy), static_cast<const bf16*>(extra), static_cast<const bf16*>(x),
         static_cast<const float*>(rstd), weight, is_fp32, offset, static_cast<bf16*>(dx), static_cast<float*>(partial),
         static_cast<int>(rows));
-    code = cudaGetLastError();
-    return code != cudaSuccess ? static_cast<int>(code)
-                               : launch_sums(partial, dweight, nullptr, is_fp32, K * kColumns, grid, on);
+    return code != 0 ? code : launch_sums(partial, dweight, nullptr, is_fp32, K * kColumns, grid, on);
 }
 
 }  // namespace
