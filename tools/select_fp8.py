@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from megatron_vla.config.cli import StrictParser, add_section, build_section
+from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.config.run import RunConfig, parse_args
 from megatron_vla.data.build import build_data
 from megatron_vla.models.registry import ModelFamily, model_family
+from megatron_vla.optimizations.check import FP8_FIELDS
 from megatron_vla.optimizations.fp8_selection import select
 from megatron_vla.optimizations.fp8_timing import Timer, estimated_times, measured_timer
 from megatron_vla.optimizations.fp8_trace import LinearUse, ProductTime, by_product_key, product_times, trace_linears
@@ -258,10 +260,17 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def without_fp8(config: RunConfig) -> RunConfig:
+    """The same run in bf16, for tracing: its products by name and its kernels launched one by one."""
+    defaults: dict[str, Any] = {f.name: f.default for f in fields(OptimizationConfig) if f.name in FP8_FIELDS | {"fp8"}}
+    optimization = replace(config.optimization, **defaults, runner="eager")
+    return replace(config, optimization=optimization, given=tuple(n for n in config.given if n not in defaults))
+
+
 def run_selection(tool: SelectConfig, config: RunConfig, timer: Timer | None = None) -> dict[str, Any]:
     """The whole selection; `timer` replaces the measurement (tests)."""
     family = model_family(config.model.model_name)
-    plain = replace(config, optimization=replace(config.optimization, fp8=None, fp8_module_list=None, runner="eager"))
+    plain = without_fp8(config)
     # One process: what is selected is a property of the layers, not of the number of GPUs.
     num_microbatches = config.num_microbatches(1)
     supply = build_data(plain, family)

@@ -62,6 +62,8 @@ def measured_timer(config: OptimizationConfig, *, compiled: bool, repetitions: i
             gradients = [torch.randn(use.rows, n, dtype=torch.bfloat16) for n in use.outputs]
         if in_fp8:
             convert_layers(layers, [f"linears.{i}" for i in range(len(use.outputs))], config, emulate=False)
+        # All uses share one forward function, and dynamo refuses to compile a function for a ninth set of shapes.
+        torch.compiler.reset()
         run: Any = torch.compile(layers, fullgraph=True, dynamic=False) if compiled else layers
         wanted = [t for t in (hidden_MK, *layers.parameters()) if t.requires_grad]
         scaling = delayed_scaling_of(layers)

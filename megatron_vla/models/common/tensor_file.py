@@ -110,6 +110,9 @@ def _files_of(path: Path) -> list[Path]:
         candidates = [path / INDEX_FILE, path / SINGLE_FILE]
         found = next((c for c in candidates if c.is_file()), None)
         if found is None:
+            trained = sorted(p for p in path.iterdir() if is_training_checkpoint(p))
+            if trained:
+                raise ValueError(f"{path}: holds a training's checkpoints; name the iteration, such as {trained[-1]}")
             others = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
             raise ValueError(f"{path}: holds neither {INDEX_FILE} nor {SINGLE_FILE} (found {others}); name the file itself")
         path = found
