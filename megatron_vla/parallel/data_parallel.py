@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -150,21 +150,42 @@ class MegatronDataParallel(_WithoutShards):
         self.forward_module: nn.Module = self.wrapped
         # Random initialisation and loading are the same on all ranks; this makes it certain.
         self.wrapped.broadcast_params()
+        self._live = [p for p in module.parameters() if p.requires_grad]
+        self._written: set[nn.Parameter] = set()
+        for parameter in self._live:
+            parameter.register_post_accumulate_grad_hook(self._write_first_gradient)
         self._partial = PartialSums(named_parts(module, self.owned_part), groups)
         self.norm_scope = norm_scope(
             groups, sharded=parallel.use_distributed_optimizer, skipped=self._partial.counted_elsewhere
         )
 
+    def _write_first_gradient(self, parameter: nn.Parameter) -> None:
+        """Runs before megatron-core's own hook, which adds what is not marked as added.
+
+        The first gradient of a step takes the place of the last step's. Zeroing the buffers and adding to them would move 2.3 times
+        the bytes (twice with bf16 buffers): 6 ms (3 ms) of a step of Pi0.5's 3.2e9 parameters on an H200, by count.
+        """
+        is_first = parameter not in self._written
+        if is_first:
+            self._written.add(parameter)
+            gradient_of(parameter).copy_(cast(Tensor, parameter.grad))
+        parameter.grad_added_to_main_grad = is_first  # type: ignore[attr-defined]
+
     def zero_gradients(self) -> None:
-        """Zero the contiguous buffers (one kernel per dtype)."""
-        self.wrapped.zero_grad_buffer()
+        """Take the contiguous buffers for empty; their numbers stay until they are overwritten."""
+        self._written.clear()
+        for group in self.wrapped.bucket_groups:
+            group.reset()
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
         """Only the last micro-batch may start reductions."""
         return nullcontext() if is_last else self.wrapped.no_sync()
 
     def finish_gradients(self) -> None:
-        """Reduce, or wait for the reductions that backward started."""
+        """Reduce, or wait for the reductions that backward started. What no micro-batch reached has a gradient of zero."""
+        for parameter in self._live:
+            if parameter not in self._written:
+                gradient_of(parameter).zero_()
         self.wrapped.finish_grad_sync()
         self._partial.complete()
 

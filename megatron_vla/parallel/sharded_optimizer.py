@@ -66,7 +66,7 @@ class ShardedMegatronDataParallel(MegatronDataParallel):
         return OwnedPart(parameter, parameter.detach().view(-1)[start:stop], (start, stop), shape, read_gradient)
 
     def mask_gradients(self, keep: Tensor) -> None:
-        """One kernel per bucket, on this rank's piece: what lies outside is zeroed before the next step anyway."""
+        """One kernel per bucket, on this rank's piece: what lies outside is overwritten by the next step anyway."""
         for buffer in self.wrapped.buffers:
             for bucket in buffer.buckets:
                 piece = bucket.grad_data.numel() // self._size
