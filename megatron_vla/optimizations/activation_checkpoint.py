@@ -35,7 +35,8 @@ def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, rep
 
 def _recomputed(module: nn.Module) -> Any:
     """The forward of `module`, checkpointed."""
-    # The generators' state is only needed (and saved, which a captured graph cannot) where dropout must draw the same mask again.
+    # The generators' state is only needed (and saved, which a captured graph cannot) where dropout must draw the same mask
+    # again.
     preserve = draws_in_forward(module)
     if "forward" in vars(module):
         return partial(_checkpoint, module.forward, preserve)

@@ -106,7 +106,7 @@ def test_single_calls_in_turns(gpu: PlayedGpu) -> None:
 
 
 def test_what_waits_for_the_device_is_refused(gpu: PlayedGpu) -> None:
-    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph.*not permitted when stream is capturing"):
+    with pytest.raises(RuntimeError, match=r"cannot be captured in a CUDA graph.*not permitted when stream is capturing"):
         timing.sustained_ms(gpu.wait)
     assert gpu.log == ["capture"]
 
@@ -116,5 +116,5 @@ def test_a_lack_of_memory_stays_what_it_is(gpu: PlayedGpu) -> None:
         if gpu.notes is not None:
             raise torch.OutOfMemoryError("80 GiB")
 
-    with pytest.raises(torch.OutOfMemoryError, match="^80 GiB$"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"^80 GiB$"):
         timing.captured(function)

@@ -124,7 +124,7 @@ def test_decisions_follow_the_timer() -> None:
 
 @pytest.mark.parametrize("recipe", [None, "tensorwise", "delayed"])
 def test_a_pass_is_measured_as_a_later_step_runs_it(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward, and forward with backward; new factors of delayed scaling belong to the step: made before, once, not in a pass."""
+    """Forward, and forward with backward; new factors of delayed scaling belong to the step: made once, before."""
     rolls: list[DelayedScaling] = []
     roll = DelayedScaling.roll
     monkeypatch.setattr(DelayedScaling, "roll", lambda scaling, group: (rolls.append(scaling), roll(scaling, group)))
