@@ -215,7 +215,7 @@ def _numbers(config: RunConfig) -> Iterator[Finding]:
             yield error(flag, f"{value} is not positive", f"for example {flag} {working}")
     for flag, value in (
         ("--num-workers", config.data.num_workers),
-        ("--prefetch-shards", config.data.prefetch_shards),
+        ("--prefetch-shards", config.data.prefetch_shards or 0),
         ("--lr-warmup-iters", config.optimizer.lr_warmup_iters),
         ("--clip-grad", config.optimizer.clip_grad),
         ("--weight-decay", config.optimizer.weight_decay),

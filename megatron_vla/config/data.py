@@ -185,8 +185,9 @@ class DataConfig:
     shard_cache_bytes: int = 4 << 30
     """Host memory per rank for decoded shards; a start that would need more is refused."""
 
-    prefetch_shards: int = 2
-    """Shards decoded ahead by the data workers; 0 decodes in the training process when a shard is needed."""
+    prefetch_shards: int | None = None
+    """Shards decoded ahead, each by one data worker; 0 decodes in the training process when a shard is needed. Not set: as many
+    as there are workers (2 at least), or as --shard-cache-bytes has room for."""
 
     data_stall_timeout_seconds: float = 300.0
     """End all ranks, naming file and worker, when one waits longer for a batch; must be below the process-group timeout."""

@@ -127,20 +127,31 @@ class DataSupply:
             f"{waiting * mebibytes / 1024:.2f} GiB of host memory per rank (--num-workers, --prefetch-factor)"
         )
 
+    def _shards_ahead(self, num_open: int, slot_bytes: int) -> int:
+        """--prefetch-shards, or what keeps every data worker busy within --shard-cache-bytes."""
+        data = self.config.data
+        if data.prefetch_shards is not None:
+            return data.prefetch_shards
+        if not data.num_workers:
+            return 0
+        room = data.shard_cache_bytes // slot_bytes - num_open
+        return max(1, min(max(2, data.num_workers), room))
+
     def _shard_line(self, order: LaneOrder, layout: SampleLayout, batch_mebibytes: float) -> str:
         data, ranks = self.config.data, self.config.data_parallel_size(world_size_from_environment())
         sampler = self.sampler(0, 0, ranks, 1) if self.packing is None else self.pack_sampler(0, 0, ranks, 1, 0)
         assert isinstance(sampler, LaneSampler | PackLaneSampler)
         largest = order.largest_piece
         slot_bytes = layout.slot_bytes(largest)
-        needed = (sampler.num_open_pieces + data.prefetch_shards) * slot_bytes
+        num_ahead = self._shards_ahead(sampler.num_open_pieces, slot_bytes)
+        needed = (sampler.num_open_pieces + num_ahead) * slot_bytes
         line = (
             f"decode once: {order.num_shards} shards of up to {largest} samples; at most "
-            f"({sampler.num_open_pieces} open + {data.prefetch_shards} ahead) x {slot_bytes / 2**20:.1f} MiB = "
+            f"({sampler.num_open_pieces} open + {num_ahead} ahead) x {slot_bytes / 2**20:.1f} MiB = "
             f"{needed / 2**30:.2f} GiB of host memory per rank "
             f"(--decode-lanes over {ranks} data-parallel rank(s), --prefetch-shards, --shard-bytes)"
         )
-        if data.num_workers and data.prefetch_shards:
+        if data.num_workers and num_ahead:
             waiting = data.prefetch_factor * batch_mebibytes
             line += f", and {data.prefetch_factor} micro-batches that are ready: {waiting:.1f} MiB (--prefetch-factor)"
         if ranks > 1 and not sampler.is_even:
@@ -258,7 +269,8 @@ class DataSupply:
 
     def _from_shards(self, sampler: LaneSampler | PackLaneSampler, num_workers: int, pin_memory: bool) -> Iterator[LoadedBatch]:
         layout = SampleLayout.of(self._samples[0, 0][0])
-        stream = ShardStream(self._samples, sampler, layout, num_workers, self.config.data.prefetch_shards, self._watch)
+        num_ahead = self._shards_ahead(sampler.num_open_pieces, layout.slot_bytes(sampler.order.largest_piece))
+        stream = ShardStream(self._samples, sampler, layout, num_workers, num_ahead, self._watch)
         assembled = self._assembled(stream, sampler, pin_memory)
         try:
             if stream.num_workers:

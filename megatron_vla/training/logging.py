@@ -157,7 +157,10 @@ def _stage_advice(stage: str | None, config: RunConfig) -> str:
     if stage == "decode" and data.data_access == "random":
         return f"use --data-access decode_once, try another --video-backend (now {data.video_backend}), "
     if stage == "decode":
-        return f"raise --prefetch-shards (now {data.prefetch_shards}), try another --video-backend (now {data.video_backend}), "
+        # Each shard is decoded by one worker: fewer shards than workers leave some idle.
+        few = data.prefetch_shards is not None and data.prefetch_shards < max(1, data.num_workers)
+        raised = f"raise --prefetch-shards (now {data.prefetch_shards}), " if few else ""
+        return f"{raised}try another --video-backend (now {data.video_backend}), "
     if stage == "transform" and data.augmentation != "none" and data.augmentation_device == "cpu":
         return "use --augmentation-device gpu, "
     return ""

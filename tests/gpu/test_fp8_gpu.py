@@ -30,6 +30,12 @@ BACKENDS = [
 DEVICE = torch.device("cuda")
 
 
+@pytest.fixture(autouse=True)
+def no_compiled_code() -> None:
+    """All cases share `Layers.forward`, which dynamo refuses to compile a ninth time."""
+    torch.compiler.reset()
+
+
 class Layers(nn.Module):
     """One or several layers that read the same 512 features."""
 

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,6 +26,8 @@ from megatron_vla.data.build import build_data
 from megatron_vla.data.frame_source import FrameSource
 from megatron_vla.data.lerobot_writer import LeRobotWriter
 from megatron_vla.data.loader import SampleError
+from megatron_vla.data.prefetch import ShardStream
+from megatron_vla.data.shard_cache import SampleLayout
 from megatron_vla.data.shard_order import ShardOrder
 from megatron_vla.data.supply import DataSupply
 from megatron_vla.data.watch import DataStallError, DataWorkerError
@@ -338,6 +340,31 @@ def test_V09_memory_is_bounded_by_slots_and_predicted(folder: Path, capsys: pyte
     assert isinstance(supply.order, ShardOrder)
 
 
+def test_every_worker_decodes_a_shard_within_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker builds one shard at a time: with fewer shards ahead than workers, the others would idle unseen."""
+    streams: list[ShardStream] = []
+
+    class Seen(ShardStream):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            streams.append(self)
+
+    monkeypatch.setattr("megatron_vla.data.supply.ShardStream", Seen)
+    inline = batches_of(supply_of(folder), 12)
+    assert_equal(batches_of(supply_of(folder, "--num-workers", "5"), 12), inline)
+    assert [stream.num_workers for stream in streams] == [0, 5]
+
+    def ahead(*flags: str) -> int:
+        return int(supply_of(folder, *flags).prefetch_line().split("open + ")[1].split(" ahead")[0])
+
+    assert [ahead(), ahead("--num-workers", "1"), ahead("--num-workers", "5")] == [0, 2, 5]
+    layout = SampleLayout.of(supply_of(folder)._samples[0, 0][0])
+    slot = layout.slot_bytes(cast(ShardOrder, supply_of(folder).order).largest_piece)
+    assert ahead("--num-workers", "5", "--shard-cache-bytes", str(5 * slot)) == 3, "two lanes are open, three fit beside them"
+    with pytest.raises(CheckError, match="--shard-cache-bytes"):
+        supply_of(folder, "--num-workers", "5", "--shard-cache-bytes", str(2 * slot))
+
+
 def test_V09_resident_memory_is_flat_over_2000_batches(folder: Path) -> None:
     def resident() -> float:
         with open("/proc/self/statm") as file:
@@ -407,4 +434,4 @@ def test_V08_a_slow_decoder_is_named(folder: Path, monkeypatch: pytest.MonkeyPat
     assert max(("read", "decode", "transform", "copy"), key=lambda stage: times[f"data_{stage}_ms"]) == "decode"
     record = {"data_wait_share": 0.5, "data_wait_rank": 0, **times}
     hint = data_wait_hint(record, supply.config)
-    assert hint is not None and "mostly decode" in hint and "--prefetch-shards" in hint
+    assert hint is not None and "mostly decode" in hint and "raise --prefetch-shards (now 0)" in hint

@@ -37,6 +37,11 @@ __device__ __forceinline__ void load8(const __nv_bfloat16* address, float (&valu
     }
 }
 
+__device__ __forceinline__ void store(const float2& pair, float* values) {
+    values[0] = pair.x;
+    values[1] = pair.y;
+}
+
 // Sources: `read` gives eight columns of one row of each of kParts matrices of `width` columns that lie side by side in the result.
 struct Matrix {
     static constexpr int kParts = 1;
@@ -58,8 +63,9 @@ struct GatedGelu {
         load8(gate_up + row * 2 * width + column, gate);
         load8(gate_up + row * 2 * width + width + column, up);
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            result[0][i] = rounded(rounded(gelu(gate[i])) * up[i]);
+        for (int i = 0; i < kColumns; i += 2) {
+            const float2 activated = rounded(gelu(gate[i]), gelu(gate[i + 1]));
+            store(rounded(activated.x * up[i], activated.y * up[i + 1]), result[0] + i);
         }
     }
 };
@@ -76,10 +82,12 @@ struct GatedGeluBackward {
         load8(gate_up + row * 2 * width + column, gate);
         load8(gate_up + row * 2 * width + width + column, up);
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            const float2 pair = gelu_and_slope(gate[i]);
-            result[0][i] = rounded(rounded(outer[i] * up[i]) * pair.y);
-            result[1][i] = rounded(outer[i] * rounded(pair.x));
+        for (int i = 0; i < kColumns; i += 2) {
+            const float2 first = gelu_and_slope(gate[i]), second = gelu_and_slope(gate[i + 1]);
+            const float2 inner = rounded(outer[i] * up[i], outer[i + 1] * up[i + 1]);
+            const float2 activated = rounded(first.x, second.x);
+            store(rounded(inner.x * first.y, inner.y * second.y), result[0] + i);
+            store(rounded(outer[i] * activated.x, outer[i + 1] * activated.y), result[1] + i);
         }
     }
 };

@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __nv_bfloat16* 
 #pragma unroll
         for (int i = 0; i < kVector / 2; ++i) {
             const float2 g = __bfloat1622float2(gate[j].pairs[i]), u = __bfloat1622float2(up[j].pairs[i]);
-            result.pairs[i] = __floats2bfloat162_rn(rounded(gelu(g.x)) * u.x, rounded(gelu(g.y)) * u.y);
+            const float2 activated = rounded(gelu(g.x), gelu(g.y));
+            result.pairs[i] = __floats2bfloat162_rn(activated.x * u.x, activated.y * u.y);
         }
         store(output + blockIdx.y * width + column, result);
     }
@@ -69,8 +70,9 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const __nv_bfloat16*
         const float2 g = __bfloat1622float2(gate.pairs[i]), u = __bfloat1622float2(up.pairs[i]);
         const float2 d = __bfloat1622float2(outer.pairs[i]);
         const float2 first = gelu_and_slope(g.x), second = gelu_and_slope(g.y);
-        gate_gradient.pairs[i] = __floats2bfloat162_rn(rounded(d.x * u.x) * first.y, rounded(d.y * u.y) * second.y);
-        up_gradient.pairs[i] = __floats2bfloat162_rn(d.x * rounded(first.x), d.y * rounded(second.x));
+        const float2 inner = rounded(d.x * u.x, d.y * u.y), activated = rounded(first.x, second.x);
+        gate_gradient.pairs[i] = __floats2bfloat162_rn(inner.x * first.y, inner.y * second.y);
+        up_gradient.pairs[i] = __floats2bfloat162_rn(d.x * activated.x, d.y * activated.y);
     }
     store(output + row + column, gate_gradient);
     store(output + row + width + column, up_gradient);

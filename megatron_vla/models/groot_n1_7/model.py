@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,11 +61,17 @@ class Memory:
 
     def of_block(self, block: int, attend_text_every_n_blocks: int) -> tuple[Tensor | None, Tensor | None]:
         """(tokens, mask) that DiT block number `block` reads; None: its own tokens."""
-        if block % 2:
-            return None, None
-        if block % (2 * attend_text_every_n_blocks) == 0:
+        kind = kind_read_by(block, attend_text_every_n_blocks)
+        if kind == "text":
             return self.text_BLH, self.text_mask_B11L
-        return self.image_BKH, self.image_mask_B11K
+        return (None, None) if kind is None else (self.image_BKH, self.image_mask_B11K)
+
+
+def kind_read_by(block: int, attend_text_every_n_blocks: int) -> Literal["text", "image"] | None:
+    """Which backbone tokens DiT block number `block` reads; None: its own tokens."""
+    if block % 2:
+        return None
+    return "text" if block % (2 * attend_text_every_n_blocks) == 0 else "image"
 
 
 class GrootN17Model(nn.Module):
@@ -249,12 +255,11 @@ class GrootN17Model(nn.Module):
     def cached_memory(self, memory: Memory) -> list[KeyValue | None]:
         """Keys and values of every block that reads the backbone: they do not depend on flow time."""
         cached: list[KeyValue | None] = [None] * len(self.dit_layers)
-        readers: dict[int, tuple[Tensor, list[int]]] = {}
-        for index in range(len(self.dit_layers)):
-            tokens, _ = memory.of_block(index, self.config.attend_text_every_n_blocks)
-            if tokens is not None:
-                readers.setdefault(id(tokens), (tokens, []))[1].append(index)
-        for tokens, blocks in readers.values():
+        kinds = [kind_read_by(index, self.config.attend_text_every_n_blocks) for index in range(len(cached))]
+        for kind, tokens in (("text", memory.text_BLH), ("image", memory.image_BKH)):
+            blocks = [index for index, read in enumerate(kinds) if read == kind]
+            if not blocks:
+                continue
             attentions = [cast(DitBlock, self.dit_layers[index]).attention for index in blocks]
             linears = [linear for attention in attentions for linear in (attention.k_proj, attention.v_proj)]
             parts = merged_linear(tokens, linears, attentions[0].merged)
