@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu_clock import ClockLog
-from step_profile import activities_of, write_profile
+from step_profile import activities_of, device_events, write_profile
 
 # Dense bf16 datasheet rates in FLOP/s, by a piece of the name that torch reports.
 PEAK_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
@@ -202,7 +202,7 @@ def _profile_step(stepper: _Stepper) -> tuple[dict[str, Any], list[Any]]:
             torch.cuda.synchronize()
     events = profiler.events()
     end = next(e.time_range.start for e in events if e.name == "end of step")
-    on_device = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and e.name != "end of step"]
+    on_device = device_events(events)
     copies = ("Memcpy", "Memset")
     kernels = [e for e in on_device if not e.name.startswith(copies)]
     # What a graph launches carries the number of that launch.

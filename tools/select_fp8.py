@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from step_profile import activities_of
 
 from megatron_vla.config.cli import StrictParser, add_section, build_section
 from megatron_vla.config.optimization import OptimizationConfig
@@ -156,8 +157,7 @@ def trace_step(config: RunConfig, family: ModelFamily, warmup: int, steps: int) 
             run.runner.step(iter(loaded), config.optimizer.lr)
             finish()
     events = profiler.events()
-    kernel_type = torch.autograd.DeviceType.CUDA
-    kernel_us = sum(e.time_range.elapsed_us() for e in events if e.device_type == kernel_type)
+    kernel_us = sum(activity.duration for activity in activities_of(events))
     step_ms = statistics.median(times_ms[warmup:])
     return StepTrace(step_ms, kernel_us / 1e3 if on_gpu else step_ms, product_times(events))
 
@@ -236,7 +236,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     if "step_ms" in result:
         lines += [
             f"- step in bf16: {result['step_ms']} ms, predicted in FP8: {result['predicted_step_ms']} ms",
-            f"- matrix products: {result['matrix_product_share']:.1%} of the kernels' time; "
+            f"- matrix products without attention's: {result['matrix_product_share']:.1%} of the kernels' time; "
             f"{result['products_of_no_linear_layer_ms']} ms of them belong to no linear layer",
         ]
     if result["never_run"]:

@@ -31,9 +31,20 @@ class DeviceActivity:
         return self.end - self.start
 
 
+def device_events(events: Iterable[Any]) -> list[Any]:
+    """Those of a profile's events (torch.autograd.profiler_util.FunctionEvent) that are work of the GPU.
+
+    Annotations are not: the profiler draws each once more on the GPU's time line, around the kernels launched in it. Whoever
+    records shapes gets one around every graph of torch.compile ("## Call CompiledFxGraph").
+    """
+    import torch  # not above: tools/benchmark.py starts its rungs without it
+
+    return [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation]
+
+
 def activities_of(events: Iterable[Any]) -> list[DeviceActivity]:
-    """What the profiler's device events (torch.autograd.profiler_util.FunctionEvent) were, in the order of their starts."""
-    found = [DeviceActivity(e.time_range.start, e.time_range.end, e.name, e.device_resource_id) for e in events]
+    """The device's work among a profile's events, in the order of its starts."""
+    found = [DeviceActivity(e.time_range.start, e.time_range.end, e.name, e.device_resource_id) for e in device_events(events)]
     return sorted(found, key=lambda activity: (activity.start, activity.end))
 
 

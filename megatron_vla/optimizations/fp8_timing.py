@@ -1,11 +1,11 @@
 """How long the linear layers of a `LinearUse` take in bf16 and in FP8: measured on this GPU, or estimated without one.
 
-Both include everything that FP8 adds: finding the scales and quantising inputs, weights and gradients.
+Both include everything that FP8 adds to a pass: finding the scales and quantising inputs, weights and gradients. Not the new
+factors of delayed scaling: they are made once per step for all layers together, by kernels whose number no layer adds to.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_vla.config.optimization import OptimizationConfig
+from megatron_vla.kernels.timing import sustained_ms
 from megatron_vla.models.common.merged_linear import merged_linear
 from megatron_vla.optimizations.fp8 import convert_layers
 from megatron_vla.optimizations.fp8_linear import delayed_scaling_of
@@ -52,41 +53,63 @@ class _Layers(nn.Module):
         return merged_linear(hidden_MK, list(self.linears), len(self.linears) > 1)
 
 
-def measured_timer(config: OptimizationConfig, *, compiled: bool, repetitions: int = 20) -> Timer:
-    """Median times on this GPU with the backend and recipe of `config`."""
+def measured_timer(
+    config: OptimizationConfig,
+    *,
+    compiled: bool,
+    clock: Callable[[Callable[[], Any]], float] = sustained_ms,
+    device: str = "cuda",
+) -> Timer:
+    """Device times on this GPU with the backend and recipe of `config`. `clock` gives the milliseconds of one call.
+
+    Not the time of calls from the host: Python and autograd need a millisecond for products that take microseconds, and in a
+    step, or in a captured graph, the GPU does not wait for them.
+    """
 
     def measure(use: LinearUse, in_fp8: bool) -> PassTimes:
-        with torch.device("cuda"):
-            layers = _Layers(use)
-            hidden_MK = torch.randn(use.rows, use.in_features, dtype=torch.bfloat16).requires_grad_(use.input_gradient)
-            gradients = [torch.randn(use.rows, n, dtype=torch.bfloat16) for n in use.outputs]
-        if in_fp8:
-            convert_layers(layers, [f"linears.{i}" for i in range(len(use.outputs))], config, emulate=False)
-        # All uses share one forward function, and dynamo refuses to compile a function for a ninth set of shapes.
-        torch.compiler.reset()
-        run: Any = torch.compile(layers, fullgraph=True, dynamic=False) if compiled else layers
-        wanted = [t for t in (hidden_MK, *layers.parameters()) if t.requires_grad]
-        scaling = delayed_scaling_of(layers)
-        times = []
-        for _ in range(repetitions + 3):
-            times.append(_time_once(run, hidden_MK, wanted, gradients))
-            if scaling is not None:
-                scaling.roll(None)
-        return PassTimes(*(statistics.median(column) for column in zip(*times[3:], strict=True)))
+        forward, whole = passes_of(use, config if in_fp8 else None, compiled=compiled, device=device)
+        try:
+            forward_ms = clock(forward)
+            return PassTimes(forward_ms, clock(whole) - forward_ms)
+        except RuntimeError as error:
+            how = f"FP8 ({config.fp8}, {config.fp8_recipe})" if in_fp8 else "bf16"
+            error.add_note(f"while timing {', '.join(use.names)} in {how}, {'compiled' if compiled else 'not compiled'}")
+            raise
 
     return measure
 
 
-def _time_once(run: Any, hidden_MK: Tensor, wanted: list[Tensor], gradients: list[Tensor]) -> tuple[float, float]:
-    start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    start.record()
-    outputs = run(hidden_MK)
-    middle.record()
-    if wanted:
-        torch.autograd.grad(outputs, wanted, gradients)
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(middle), middle.elapsed_time(end)
+def passes_of(
+    use: LinearUse, config: OptimizationConfig | None, *, compiled: bool, device: str = "cuda"
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """(forward, forward and backward) of the layers of `use`, as a step runs them from its second time on.
+
+    config: FP8's; None: bf16.
+    """
+    with torch.device(device):
+        layers = _Layers(use)
+        hidden_MK = torch.randn(use.rows, use.in_features, dtype=torch.bfloat16).requires_grad_(use.input_gradient)
+        gradients = [torch.randn(use.rows, n, dtype=torch.bfloat16) for n in use.outputs]
+    if config is not None:
+        convert_layers(layers, [f"linears.{i}" for i in range(len(use.outputs))], config, emulate=device == "cpu")
+    # All uses share one forward function, and dynamo refuses to compile a function for a ninth set of shapes.
+    torch.compiler.reset()
+    run: Any = torch.compile(layers, fullgraph=True, dynamic=False) if compiled else layers
+    wanted = [t for t in (hidden_MK, *layers.parameters()) if t.requires_grad]
+
+    def forward() -> Any:
+        return run(hidden_MK)
+
+    def whole() -> Any:
+        outputs = forward()
+        return torch.autograd.grad(outputs, wanted, gradients) if wanted else outputs
+
+    whole()
+    scaling = delayed_scaling_of(layers)
+    if scaling is not None:
+        # Its factors came from the data of this first pass. From here on the passes are those of a later step.
+        scaling.roll(None)
+    return forward, whole
 
 
 def estimated_times(use: LinearUse, in_fp8: bool) -> PassTimes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -137,10 +137,27 @@ def _held_by_forward(model: nn.Module, family: ModelFamily, batch: Batch) -> tup
     return loss, sum(stored.values())
 
 
-def costs(model: nn.Module, family: ModelFamily, batch: Batch) -> list[Cost]:
-    """Nothing recomputed, then each candidate alone: those that save something worth a line, cheapest per GiB first."""
+def costs(
+    model: nn.Module,
+    family: ModelFamily,
+    batch: Batch,
+    candidates: Sequence[str],
+    report: Callable[[str], None] = lambda line: None,
+) -> list[Cost]:
+    """Nothing recomputed, then each candidate alone: those that save something worth a line, cheapest per GiB first.
+
+    `report` gets a line about each as soon as it is known: with --compile, every one of them compiles its layers.
+    """
+    report(
+        f"forward and backward of {batch.size} samples, nothing recomputed, then {len(candidates)} kinds of modules in turn:"
+    )
     nothing = measure(model, family, batch, ())
-    single = [measure(model, family, batch, (pattern,)) for pattern in candidate_patterns(model, family, batch)]
+    report(HEADER)
+    report(row(nothing, nothing))
+    single = []
+    for pattern in candidates:
+        single.append(measure(model, family, batch, (pattern,)))
+        report(row(single[-1], nothing))
     worth = [c for c in single if nothing.held_bytes - c.held_bytes >= SMALLEST_SHARE * nothing.held_bytes]
     return [nothing, *sorted(worth, key=lambda c: price(c, nothing))]
 
@@ -171,14 +188,18 @@ def recommend(measured: Sequence[Cost], scale: float, budget_bytes: float) -> Re
     return Recommendation(tuple(chosen), held, extra, held <= budget_bytes)
 
 
+HEADER = f"{'GiB held':>10} {'GiB saved':>10} {'ms':>9} {'ms more':>9} {'ms / GiB':>9}  recomputed"
+
+
+def row(cost: Cost, nothing: Cost) -> str:
+    """`cost` against `nothing` recomputed, below HEADER."""
+    saved, more = (nothing.held_bytes - cost.held_bytes) / GIB, cost.milliseconds - nothing.milliseconds
+    per_gib = f"{more / saved:9.1f}" if saved else f"{'-':>9}"
+    name = " ".join(cost.patterns) or "nothing"
+    return f"{cost.held_bytes / GIB:10.3f} {saved:10.3f} {cost.milliseconds:9.1f} {more:9.1f} {per_gib}  {name}"
+
+
 def table(measured: Sequence[Cost], num_samples: int) -> str:
     """One line per pattern, for a log."""
-    nothing = measured[0]
-    lines = [f"recomputation, forward and backward of {num_samples} samples:"]
-    lines.append(f"{'GiB held':>10} {'GiB saved':>10} {'ms':>9} {'ms more':>9} {'ms / GiB':>9}  recomputed")
-    for cost in measured:
-        saved, more = (nothing.held_bytes - cost.held_bytes) / GIB, cost.milliseconds - nothing.milliseconds
-        per_gib = f"{more / saved:9.1f}" if saved else f"{'-':>9}"
-        name = " ".join(cost.patterns) or "nothing"
-        lines.append(f"{cost.held_bytes / GIB:10.3f} {saved:10.3f} {cost.milliseconds:9.1f} {more:9.1f} {per_gib}  {name}")
-    return "\n".join(lines)
+    title = f"recomputation worth considering, forward and backward of {num_samples} samples, cheapest per GiB first:"
+    return "\n".join([title, HEADER, *(row(cost, measured[0]) for cost in measured)])

@@ -12,7 +12,7 @@ from megatron_vla.data.batch import Batch
 from megatron_vla.data.packed_batch import PackedBatch
 from megatron_vla.models.registry import ModelFamily
 from megatron_vla.optimizations.apply import apply_optimizations
-from megatron_vla.optimizations.recompute_cost import GIB, Cost, costs, recommend, table
+from megatron_vla.optimizations.recompute_cost import GIB, Cost, candidate_patterns, costs, recommend, table
 from megatron_vla.parallel.groups import initialize, shut_down, world_size_from_environment
 from megatron_vla.training.logging import print_once
 from megatron_vla.training.preparation import prepare
@@ -44,15 +44,19 @@ def first_samples(batch: Batch, count: int) -> Batch:
 def measured_costs(module: nn.Module, family: ModelFamily, batch: Batch) -> tuple[list[Cost], int]:
     """(costs, samples they were measured on): the whole batch, or the largest half, quarter, ... that fits."""
     count = batch.size
+    # The kinds of modules are the same for any number of samples.
+    candidates = candidate_patterns(module, family, first_samples(batch, 1))
     while True:
         try:
-            return costs(module, family, first_samples(batch, count)), count
+            return costs(module, family, first_samples(batch, count), candidates, print_once), count
         except torch.OutOfMemoryError:
             if count == 1:
                 raise
-            module.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()
-            count //= 2
+        # Outside of the handler: while it runs, the traceback holds the activations of the pass that failed.
+        print_once(f"{count} samples do not fit into the memory of the device: measuring {count // 2}")
+        module.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        count //= 2
 
 
 def report_memory(config: RunConfig, family: ModelFamily) -> None:

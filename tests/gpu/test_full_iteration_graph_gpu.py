@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from graph_fixtures import assert_same_state, take_steps_of_widths
+from step_profile import device_events
 from torch.profiler import ProfilerActivity, profile
 from training_fixtures import build_run, tiny_config
 
@@ -110,7 +111,7 @@ def test_a_step_is_one_launch_and_never_waits(groups: ParallelGroups, flags: tup
         torch.cuda.synchronize()
     events = profiler.events()
     launches = {e.id for e in events if e.name == "cudaGraphLaunch"}
-    kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("Mem")]
+    kernels = [e for e in device_events(events) if not e.name.startswith("Mem")]
     outside = [e.name for e in kernels if e.id not in launches]
     print(f"{len(kernels)} kernels, {len(outside)} outside of the graph, {count} micro-batch(es)")
     assert len(launches) == 1

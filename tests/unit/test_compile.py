@@ -59,7 +59,7 @@ def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, to
 @pytest.mark.parametrize(
     ("scope", "patterns"),
     [
-        ("per_layer", ("vision_tower.layers.*", "layers.*.prefix.mlp")),
+        ("per_layer", ("vision_tower.layers.*.mlp", "layers.*.prefix.mlp")),
         ("backbone", ()),
         pytest.param("multi_group", ("layers.*",), marks=pytest.mark.slow),
         pytest.param("backbone", ("vision_tower.layers.*", "layers.*"), marks=pytest.mark.slow),

@@ -12,9 +12,21 @@ import torch
 from pi05_fixtures import gradients, tiny_batch, tiny_model
 from training_fixtures import TINY, tiny_config
 
+from megatron_vla.data.batch import Batch
 from megatron_vla.models.pi05.family import FAMILY
-from megatron_vla.optimizations.recompute_cost import GIB, Cost, candidate_patterns, costs, measure, recommend, table
-from megatron_vla.training.memory_report import advice, state_bytes
+from megatron_vla.optimizations import recompute_cost
+from megatron_vla.optimizations.recompute_cost import (
+    GIB,
+    HEADER,
+    Cost,
+    candidate_patterns,
+    costs,
+    measure,
+    recommend,
+    row,
+    table,
+)
+from megatron_vla.training.memory_report import advice, measured_costs, state_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,12 +52,48 @@ def test_held_bytes_of_one_module_by_hand() -> None:
 def test_measuring_leaves_the_model_as_it_was() -> None:
     model, batch = tiny_model(), tiny_batch()
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    measured = costs(model, FAMILY, batch)
+    candidates = candidate_patterns(model, FAMILY, batch)
+    measured = costs(model, FAMILY, batch, candidates)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
     assert measured[0].patterns == () and all(c.held_bytes < measured[0].held_bytes for c in measured[1:])
     assert all(p.grad is None for p in model.parameters())
     assert gradients(model, batch).keys() == gradients(tiny_model(), batch).keys()
     assert len(table(measured, 2).splitlines()) == 2 + len(measured)
+
+
+def test_every_figure_is_reported_as_soon_as_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """... one measurement each; what saves next to nothing is left out of the result only."""
+    nothing, layers, norm = Cost((), 100 * GIB, 500.0), Cost(("layers.*",), 40 * GIB, 860.0), Cost(("norm",), 100 * GIB, 501.0)
+    played, lines, lines_before = [nothing, norm, layers], [], []
+
+    def measure_played(model: object, family: object, batch: object, patterns: object) -> Cost:
+        lines_before.append(len(lines))
+        return next(cost for cost in played if cost.patterns == patterns)
+
+    monkeypatch.setattr(recompute_cost, "measure", measure_played)
+    found = costs(torch.nn.Module(), FAMILY, tiny_batch(), ["norm", "layers.*"], lines.append)
+    assert found == [nothing, layers]
+    assert lines[1:] == [HEADER, row(nothing, nothing), row(norm, nothing), row(layers, nothing)]
+    assert "2 kinds of modules" in lines[0] and lines_before == [1, 3, 4]
+
+
+def test_a_batch_that_does_not_fit_is_halved_until_it_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def measure_played(model: object, family: object, batch: Batch, patterns: tuple[str, ...]) -> Cost:
+        asked.append((batch.size, bool(patterns)))
+        if batch.size > 1:
+            raise torch.OutOfMemoryError("no")
+        return Cost(patterns, (1 if patterns else 2) * GIB, 5.0)
+
+    monkeypatch.setattr(recompute_cost, "measure", measure_played)
+    measured, count = measured_costs(tiny_model(), FAMILY, tiny_batch())
+    assert tiny_batch().size == 2 and count == 1 and len(measured) > 5
+    # Nothing else is measured on what does not fit, and nothing twice.
+    assert asked == [(2, False), (1, False), *[(1, True)] * (len(measured) - 1)]
+    assert "2 samples do not fit into the memory of the device: measuring 1" in capsys.readouterr().out
 
 
 MEASURED = [

@@ -12,11 +12,14 @@ import select_fp8
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.config.run import RunConfig, parse_args
 from megatron_vla.data.build import build_data
+from megatron_vla.kernels.fp8_quantize.op import CALIBRATION
 from megatron_vla.models.pi05.family import FAMILY
+from megatron_vla.optimizations.fp8_scaling import DelayedScaling
 from megatron_vla.optimizations.fp8_selection import select
-from megatron_vla.optimizations.fp8_timing import PassTimes, estimated_times
+from megatron_vla.optimizations.fp8_timing import PassTimes, estimated_times, measured_timer
 from megatron_vla.optimizations.fp8_trace import LinearUse, product_times, trace_linears
 
 # One camera of four patches, eight prompt slots: 12 prefix rows and 10 action rows per sample.
@@ -117,6 +120,51 @@ def test_decisions_follow_the_timer() -> None:
     assert result["matrix_product_share"] == 0.25 and result["products_of_no_linear_layer_ms"] == 4.0
     row = result["rows"][0]
     assert (row["modules"], row["traced_bf16_ms"], row["bf16_ms"], row["speedup"]) == (["f"], 8.0, 12.0, 2.0)
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise", "delayed"])
+def test_a_pass_is_measured_as_a_later_step_runs_it(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, and forward with backward; new factors of delayed scaling belong to the step: made once, before."""
+    rolls: list[DelayedScaling] = []
+    roll = DelayedScaling.roll
+    monkeypatch.setattr(DelayedScaling, "roll", lambda scaling, group: (rolls.append(scaling), roll(scaling, group)))
+    results: list[Any] = []
+
+    def clock(function: Any) -> float:
+        assert not CALIBRATION.active, "a first step takes its factors from the data at hand, later ones do not"
+        results.append(function())
+        return (2.0, 5.0)[len(results) - 1]
+
+    use = LinearUse(("q", "k"), 20, 32, (48, 16), True, 1, True, True)
+    config = OptimizationConfig(fp8="native", fp8_recipe=recipe or "delayed")
+    timer = measured_timer(config, compiled=False, clock=clock, device="cpu")
+    assert timer(use, recipe is not None) == PassTimes(2.0, 3.0)
+    assert [tuple(t.shape) for t in results[0]] == [(20, 48), (20, 16)]
+    assert [tuple(t.shape) for t in results[1]] == [(20, 32), (48, 32), (48,), (16, 32), (16,)]
+    assert len(rolls) == (recipe == "delayed")
+
+
+def test_a_layer_without_gradients_has_no_backward() -> None:
+    calls: list[Any] = []
+
+    def clock(function: Any) -> float:
+        calls.append(function())
+        return 2.0
+
+    use = LinearUse(("frozen",), 16, 32, (48,), False, 1, False, False)
+    times = measured_timer(OptimizationConfig(fp8="native"), compiled=False, clock=clock, device="cpu")(use, False)
+    assert times == PassTimes(2.0, 0.0) and not calls[1][0].requires_grad
+
+
+def test_a_failed_measurement_names_the_layers() -> None:
+    def clock(function: Any) -> float:
+        raise RuntimeError("cannot be captured")
+
+    use = LinearUse(("q", "k"), 16, 32, (48, 16), False, 1, True, True)
+    timer = measured_timer(OptimizationConfig(fp8="native", fp8_recipe="delayed"), compiled=False, clock=clock, device="cpu")
+    with pytest.raises(RuntimeError, match="cannot be captured") as caught:
+        timer(use, True)
+    assert caught.value.__notes__ == ["while timing q, k in FP8 (native, delayed), not compiled"]
 
 
 def test_the_written_list_is_what_training_converts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

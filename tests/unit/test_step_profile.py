@@ -6,17 +6,43 @@ import gzip
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from step_profile import MAX_ROWS, activities_of, kernel_table, stream_figures, write_profile
+import torch
+from step_profile import MAX_ROWS, activities_of, device_events, kernel_table, stream_figures, write_profile
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 # (start, end, name, stream) in microseconds: stream 7 works 10..20, 22..30, 31..41; stream 9 from 28 to 33.
 EVENTS = [(22, 30, "gemm"), (10, 20, "gemm"), (31, 41, "norm\twith a tab"), (28, 33, "Memcpy DtoD")]
 
 
-def event(start: float, end: float, name: str) -> SimpleNamespace:
+def event(start: float, end: float, name: str, **kind: Any) -> SimpleNamespace:
     stream = 9 if name.startswith("Memcpy") else 7
-    return SimpleNamespace(time_range=SimpleNamespace(start=start, end=end), name=name, device_resource_id=stream)
+    defaults = {"device_type": DeviceType.CUDA, "is_user_annotation": False, "device_resource_id": stream}
+    return SimpleNamespace(time_range=SimpleNamespace(start=start, end=end), name=name, **(defaults | kind))
+
+
+def test_the_devices_work_is_neither_operators_nor_annotations() -> None:
+    """A compiled graph in a profile with shapes: the operator, the annotation on both time lines, and the kernel."""
+    graph = "## Call CompiledFxGraph f ##"
+    events = [
+        event(0, 9, "aten::mm", device_type=DeviceType.CPU),
+        event(0, 9, graph, device_type=DeviceType.CPU, is_user_annotation=True),
+        event(2, 8, graph, is_user_annotation=True),
+        event(2, 8, "gemm"),
+    ]
+    assert device_events(events) == events[-1:]
+    assert [(a.name, a.duration) for a in activities_of(events)] == [("gemm", 6)]
+
+
+def test_the_profilers_own_events_say_what_they_are() -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, torch.profiler.record_function("part"):
+        torch.zeros(2).sum()
+    events = profiler.events()
+    assert [e.name for e in events if e.is_user_annotation] == ["part"]
+    assert events and device_events(events) == []
 
 
 def test_figures_of_streams() -> None:
