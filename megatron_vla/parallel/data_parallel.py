@@ -162,8 +162,8 @@ class MegatronDataParallel(_WithoutShards):
     def _write_first_gradient(self, parameter: nn.Parameter) -> None:
         """Runs before megatron-core's own hook, which adds what is not marked as added.
 
-        The first gradient of a step takes the place of the last step's. Zeroing the buffers and adding to them would move 2.3 times
-        the bytes (twice with bf16 buffers): 6 ms (3 ms) of a step of Pi0.5's 3.2e9 parameters on an H200, by count.
+        The first gradient of a step takes the place of the last step's. Zeroing the buffers and adding to them would move 2.3
+        times the bytes (twice with bf16 buffers): 6 ms (3 ms) of a step of Pi0.5's 3.2e9 parameters on an H200, by count.
         """
         is_first = parameter not in self._written
         if is_first:

@@ -11,7 +11,7 @@ from training_fixtures import build_run, take_steps, tiny_config
 
 from megatron_vla.config.parallel import ParallelConfig
 from megatron_vla.data.batch import Batch
-from megatron_vla.parallel.data_parallel import DirectGradients, gradient_of
+from megatron_vla.parallel.data_parallel import DirectGradients, MegatronDataParallel, gradient_of
 from megatron_vla.parallel.groups import ParallelGroups, initialize, shut_down
 from megatron_vla.training.loop import TrainingRun, train
 from megatron_vla.training.nonfinite import NonFiniteError
@@ -146,8 +146,24 @@ def test_gradients_without_a_buffer_are_those_of_the_buffer(groups: ParallelGrou
     assert found.keys() == expected.keys() and all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_parameter_that_a_step_does_not_reach_has_gradient_zero(groups: ParallelGroups) -> None:
-    run = build_run(tiny_config("--micro-batch-size", "4", "--global-batch-size", "4"), groups)
+@pytest.mark.parametrize("with_buffers", [False, True])
+def test_a_parameter_that_a_step_does_not_reach_has_gradient_zero(groups: ParallelGroups, with_buffers: bool) -> None:
+    """Also when the last step left a gradient in its buffer."""
+    config = tiny_config("--micro-batch-size", "4", "--global-batch-size", "4")
+    run = build_run(config, groups, with_buffers=with_buffers)
+    take_steps(run, 1)
     run.runner.model.zero_gradients()
     run.runner.model.finish_gradients()
     assert all(int(gradient.count_nonzero()) == 0 for gradient in run.state.optimizer.gradients())
+
+
+def test_nothing_of_the_last_step_is_left_in_the_buffers(groups: ParallelGroups) -> None:
+    """They are not zeroed: of a step's two micro-batches, the first overwrites and the second adds."""
+    config = tiny_config("--micro-batch-size", "2", "--global-batch-size", "4")
+    clean, soiled = build_run(config, groups), build_run(config, groups)
+    assert isinstance(soiled.runner.model, MegatronDataParallel)
+    for buffer in soiled.runner.model.wrapped.buffers:
+        buffer.grad_data.fill_(float("nan"))
+    assert take_steps(soiled, 2) == take_steps(clean, 2)
+    pairs = zip(clean.state.optimizer.gradients(), soiled.state.optimizer.gradients(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
