@@ -6,6 +6,8 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,17 @@ sys.path.insert(0, str(ROOT / "tools"))  # the tools are scripts, not a package
 # torch, BLAS, a simulator and one set of process groups have fewer.
 MANY_THREADS = 40
 GOLDEN_DATASETS = ROOT / "tests" / "golden" / "datasets"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """MuJoCo takes its GL library from MUJOCO_GL when a process first imports it, which any test may do: choose before all of
+    them. Worker processes inherit the choice."""
+    if "MUJOCO_GL" in os.environ or find_spec("mujoco") is None:
+        return
+    from megatron_vla.evaluation.environments.rendering import choose_backend
+
+    with suppress(ValueError):  # nothing renders here: the tests that need it say so, and are skipped
+        os.environ["MUJOCO_GL"] = choose_backend()
 
 
 @pytest.fixture(scope="session")
