@@ -106,7 +106,10 @@ def _attend_flex(query_BNQD: Tensor, key_BGKD: Tensor, value_BGKD: Tensor, mask:
     """torch's flex attention; on the CPU its uncompiled form, which has no backward."""
     needs_compiling = query_BNQD.device.type == "cuda" and not torch.compiler.is_compiling()
     flex = _compiled_flex_attention() if needs_compiling else cast(Callable[..., Any], flex_attention)
-    return cast(Tensor, flex(query_BNQD, key_BGKD, value_BGKD, block_mask=mask, enable_gqa=True))
+    # Below 128 queries torch would choose its kernel for decoding, whose tile holds all queries of all heads of a group: 50
+    # action tokens of 8 heads are more than a block of the mask, and it finds no configuration at all.
+    options = {"FORCE_USE_FLEX_ATTENTION": True}
+    return cast(Tensor, flex(query_BNQD, key_BGKD, value_BGKD, block_mask=mask, enable_gqa=True, kernel_options=options))
 
 
 @functools.cache
