@@ -53,15 +53,15 @@ def golden_datasets() -> dict[str, Path]:
     return {"v2.1": GOLDEN_DATASETS / "lerobot_v2.1", "v3.0": GOLDEN_DATASETS / "lerobot_v3.0"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_gl_choice() -> Iterator[None]:
-    """Simulator tests choose a GL library for their process; the next module chooses again."""
-    before = os.environ.get("MUJOCO_GL")
-    yield
-    if before is None:
-        os.environ.pop("MUJOCO_GL", None)
-    else:
-        os.environ["MUJOCO_GL"] = before
+@pytest.fixture(scope="session")
+def gl_backend() -> str:
+    """The GL library that renders here. Skips, with what each of them said, where none does."""
+    from megatron_vla.evaluation.environments.rendering import choose_backend
+
+    try:
+        return choose_backend()
+    except ValueError as failure:
+        pytest.skip(str(failure))
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu_clock import ClockLog
-from step_profile import activities_of, device_events, write_profile
+from step_profile import DeviceActivity, activities_of, device_events, write_profile
 
 # Dense bf16 datasheet rates in FLOP/s, by a piece of the name that torch reports.
 PEAK_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
@@ -86,9 +86,9 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int, pr
         dist.all_gather_object(peaks_gib, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0, group=groups.host_group)
         profiled: dict[str, Any] = dict.fromkeys(PROFILED)
         if on_gpu:
-            profiled, on_device = _profile_step(stepper)
+            profiled, activities = _profile_step(stepper)
             if profile_folder is not None and groups.is_main:
-                write_profile(profile_folder, rung["name"], activities_of(on_device))
+                write_profile(profile_folder, rung["name"], activities)
         samples = config.global_batch_size(groups.world_size) / groups.world_size
         shapes = {name: list(tensor.shape) for name, tensor in stepper.last_batch.tensors().items()}
         module: Any = run.state.module
@@ -188,8 +188,8 @@ class _Stepper:
         return [start.elapsed_time(end) for start, end in itertools.pairwise(events)], losses
 
 
-def _profile_step(stepper: _Stepper) -> tuple[dict[str, Any], list[Any]]:
-    """Kernels, copies, host synchronisations and graph launches of one steady step, counted; and the device's events."""
+def _profile_step(stepper: _Stepper) -> tuple[dict[str, Any], list[DeviceActivity]]:
+    """Kernels, copies, host synchronisations and graph launches of one steady step, counted; and the device's work."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -215,7 +215,7 @@ def _profile_step(stepper: _Stepper) -> tuple[dict[str, Any], list[Any]]:
         "graph_launches": len(launches),
         **_communication(on_device),
     }
-    return counts, on_device
+    return counts, activities_of(events)
 
 
 def _communication(on_device: list[Any]) -> dict[str, float]:

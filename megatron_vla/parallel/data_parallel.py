@@ -150,9 +150,8 @@ class MegatronDataParallel(_WithoutShards):
         self.forward_module: nn.Module = self.wrapped
         # Random initialisation and loading are the same on all ranks; this makes it certain.
         self.wrapped.broadcast_params()
-        self._live = [p for p in module.parameters() if p.requires_grad]
         self._written: set[nn.Parameter] = set()
-        for parameter in self._live:
+        for parameter in self.wrapped.params_with_grad:
             parameter.register_post_accumulate_grad_hook(self._write_first_gradient)
         self._partial = PartialSums(named_parts(module, self.owned_part), groups)
         self.norm_scope = norm_scope(
@@ -183,7 +182,7 @@ class MegatronDataParallel(_WithoutShards):
 
     def finish_gradients(self) -> None:
         """Reduce, or wait for the reductions that backward started. What no micro-batch reached has a gradient of zero."""
-        for parameter in self._live:
+        for parameter in self.wrapped.params_with_grad:
             if parameter not in self._written:
                 gradient_of(parameter).zero_()
         self.wrapped.finish_grad_sync()

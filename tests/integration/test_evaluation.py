@@ -18,7 +18,7 @@ from evaluation_fixtures import opened_up, random_observation, train_checkpoint,
 from megatron_vla.config.run import from_dict, parse_args
 from megatron_vla.evaluation import command
 from megatron_vla.evaluation.command import DIFFERENT, main
-from megatron_vla.evaluation.environments import interface, rendering
+from megatron_vla.evaluation.environments import interface
 from megatron_vla.evaluation.environments.interface import Observation
 from megatron_vla.evaluation.policy import Policy, PolicySettings, load_policy, open_checkpoint
 from megatron_vla.evaluation.replay import replay
@@ -39,14 +39,6 @@ SMALL = (
 @pytest.fixture(scope="module")
 def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_checkpoint(tmp_path_factory.mktemp("evaluated"), "--ema-decay", "0.5", *SMALL)
-
-
-@pytest.fixture(scope="module")
-def gl_backend() -> str:
-    try:
-        return rendering.choose_backend()
-    except ValueError as failure:
-        pytest.skip(str(failure))
 
 
 @pytest.mark.simulator

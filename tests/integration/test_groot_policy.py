@@ -21,7 +21,6 @@ from megatron_vla.evaluation import sampling
 from megatron_vla.evaluation.command import DIFFERENT, main
 from megatron_vla.evaluation.environments.gymnasium_suite import BACKEND as GYMNASIUM
 from megatron_vla.evaluation.environments.interface import EnvironmentSettings, Observation
-from megatron_vla.evaluation.environments.rendering import choose_backend
 from megatron_vla.evaluation.plan import compatibility
 from megatron_vla.evaluation.policy import Policy, PolicySettings, load_policy, open_checkpoint
 from megatron_vla.evaluation.replay import is_bit_equal, replay, training_samples
@@ -59,11 +58,8 @@ def loaded(save: Path, **settings: Any) -> Policy:
 
 
 @pytest.mark.simulator
+@pytest.mark.usefixtures("gl_backend")
 def test_metaworld_one_task_two_rollouts(save: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        choose_backend()
-    except ValueError as failure:
-        pytest.skip(str(failure))
     assert main(["--checkpoint", str(save), "--output", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["trials"], report["errors"]) == (2, 0) and report["times"]["num_steps"] <= 12

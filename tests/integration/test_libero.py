@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +14,7 @@ from evaluation_fixtures import train_checkpoint
 
 from megatron_vla.data.metadata import read_metadata
 from megatron_vla.evaluation.command import main
-from megatron_vla.evaluation.environments import libero_suite, rendering
+from megatron_vla.evaluation.environments import libero_suite
 from megatron_vla.evaluation.environments.interface import EnvironmentSettings, Trial
 from megatron_vla.evaluation.environments.libero_suite import CAMERAS, LiberoSuite
 from megatron_vla.evaluation.environments.libero_tasks import SUITES, WAIT_ACTION
@@ -23,25 +22,13 @@ from tools.record_demonstrations import RECORDING_FILE, RecordingConfig, record
 
 pytestmark = [
     pytest.mark.simulator,
+    pytest.mark.usefixtures("gl_backend"),
     pytest.mark.skipif(find_spec("libero") is None, reason="LIBERO is not installed: pip install -e '.[libero]'"),
 ]
 # The bowl in the open drawer: a cabinet whose place is not in the official states, and an object that stands in it.
 TASK = SUITES["libero_spatial"][4]
 SHIFT_A = np.array([0.3, 0.1, -0.4, 0.0, 0.1, 0.2, 1.0])
 SETTINGS = EnvironmentSettings(suite="libero_spatial", image_size=64, fast_rendering=False)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def gl_backend() -> Iterator[str]:
-    before = os.environ.get("MUJOCO_GL")
-    try:
-        backend = rendering.choose_backend()
-    except ValueError as failure:
-        pytest.skip(str(failure))
-    os.environ["MUJOCO_GL"] = backend
-    yield backend
-    if before is None:
-        del os.environ["MUJOCO_GL"]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vla.evaluation.environments import rendering
 from tools.quickstart import QuickstartConfig, Stages, read_losses, report, training_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,11 +28,8 @@ def run_quickstart(output: Path, *flags: str) -> str:
 
 
 @pytest.mark.simulator
+@pytest.mark.usefixtures("gl_backend")
 def test_quickstart_from_nothing_and_again(tmp_path: Path) -> None:
-    try:
-        rendering.choose_backend()
-    except ValueError as failure:
-        pytest.skip(str(failure))
     output = tmp_path / "quickstart"
     said = run_quickstart(output)
     # On a busy machine one more window may be through before the kill.
@@ -64,11 +60,8 @@ def test_quickstart_from_nothing_and_again(tmp_path: Path) -> None:
 
 @pytest.mark.simulator
 @pytest.mark.slow
+@pytest.mark.usefixtures("gl_backend")
 def test_quickstart_of_the_other_family_on_the_same_demonstrations(tmp_path: Path) -> None:
-    try:
-        rendering.choose_backend()
-    except ValueError as failure:
-        pytest.skip(str(failure))
     output = tmp_path / "quickstart"
     said = run_quickstart(output, "--model-name", "groot_n1_7")
     assert re.search(r"killed \(SIGKILL\) after iteration (40|50); checkpoint: iteration 30", said)

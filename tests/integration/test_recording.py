@@ -35,17 +35,6 @@ CONFIG = RecordingConfig(
 
 
 @pytest.fixture(scope="module")
-def gl_backend() -> str:
-    """A working GL library, set for this process as the recorder sets it."""
-    try:
-        backend = rendering.choose_backend()
-    except ValueError as failure:
-        pytest.skip(str(failure))
-    os.environ["MUJOCO_GL"] = backend
-    return backend
-
-
-@pytest.fixture(scope="module")
 def recorded(gl_backend: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return record(dataclasses.replace(CONFIG, output=str(tmp_path_factory.mktemp("recorded") / "demonstrations")))
 
@@ -153,6 +142,7 @@ def test_a_used_simulator_records_the_same_as_a_new_one(gl_backend: str) -> None
 
 
 def test_png_recordings_hold_the_exact_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MUJOCO_GL", "none")  # as the recorder sets it: taken back afterwards
     monkeypatch.setattr(recorder, "choose_backend", lambda: "none")
     monkeypatch.setattr(recorder, "version", lambda package: "0")
     monkeypatch.setattr(recorder, "simulator", fake_simulator())

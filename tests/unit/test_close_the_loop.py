@@ -14,7 +14,6 @@ import pytest
 
 from megatron_vla.config.check import check
 from megatron_vla.config.run import RunConfig, parse_args
-from megatron_vla.evaluation.environments import rendering
 from megatron_vla.evaluation.results import TRIALS_FILE
 from megatron_vla.evaluation.statistics import Share
 from megatron_vla.models.registry import MODEL_FAMILIES, model_family
@@ -105,13 +104,10 @@ def test_success_without_switches_is_compared_with_the_interval(tmp_path: Path) 
 
 @pytest.mark.simulator
 @pytest.mark.slow
+@pytest.mark.usefixtures("gl_backend")
 @pytest.mark.parametrize("name", MODEL_FAMILIES)
 def test_the_loop_closes(name: str, tmp_path: Path) -> None:
     """Record, train, evaluate, replay, and once more without switches."""
-    try:
-        rendering.choose_backend()
-    except ValueError as failure:
-        pytest.skip(str(failure))
     size = {"pi05": "56", "groot_n1_7": "64"}[name]
     command = [sys.executable, "tools/close_the_loop.py", "--output", str(tmp_path / "loop"), "--model-name", name]
     command += ["--model-variant", "tiny", "--image-size", size, "--tasks", "drawer-close", "--episodes-per-task", "2"]
