@@ -92,9 +92,11 @@ def passes_of(
         gradients = [torch.randn(use.rows, n, dtype=torch.bfloat16) for n in use.outputs]
     if config is not None:
         convert_layers(layers, [f"linears.{i}" for i in range(len(use.outputs))], config, emulate=device == "cpu")
-    # All uses share one forward function, and dynamo refuses to compile a function for a ninth set of shapes.
-    torch.compiler.reset()
-    run: Any = torch.compile(layers, fullgraph=True, dynamic=False) if compiled else layers
+    run: Any = layers
+    if compiled:
+        # All uses share one forward function, and dynamo refuses to compile a function for a ninth set of shapes.
+        torch.compiler.reset()
+        run = torch.compile(layers, fullgraph=True, dynamic=False)
     wanted = [t for t in (hidden_MK, *layers.parameters()) if t.requires_grad]
 
     def forward() -> Any:
