@@ -9,7 +9,8 @@ fixed draws and their difference to the rung above. A rung may set "num_processe
 memory are per GPU, and the share of the communication time that other kernels hide is reported. With a graph runner, --warmup
 must cover its own warm-up steps and the captures ("spoiled_steps" counts what did not fit). --profile FOLDER writes what the
 profiled step consists of (tools/step_profile.py), which explains a figure without another run. On NVIDIA GPUs clock, power and
-what limits the clock are recorded with every rung (tools/gpu_clock.py).
+what limits the clock are recorded with every rung (tools/gpu_clock.py), and how busy the host was (tools/host_load.py): without
+a graph, steps wait for it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu_clock import ClockLog
+from host_load import HostLoad
 from step_profile import DeviceActivity, activities_of, device_events, write_profile
 
 # Dense bf16 datasheet rates in FLOP/s, by a piece of the name that torch reports.
@@ -79,7 +81,7 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int, pr
         losses = [stepper.step(stepper.fetch()) for _ in range(warmup)]
         before_timing = run.runner.counters()
         uuid = str(torch.cuda.get_device_properties(groups.device).uuid) if on_gpu else None
-        with ClockLog(uuid) as clock:
+        with ClockLog(uuid) as clock, HostLoad() as host:
             times_ms, timed_losses = stepper.timed(steps, on_gpu)
         losses += timed_losses
         peaks_gib: list[float] = [0.0] * groups.world_size
@@ -112,6 +114,7 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int, pr
             "model_tflop_per_sample": round(flops / 1e12, 3),
             "mfu": round(flops * samples / (step_ms * 1e-3) / peak_rate, 4) if peak_rate else None,
             **clock.figures,
+            **host.figures,
             **profiled,
             **_runner_figures(run.runner.counters(), before_timing),
             "losses": [float(loss) for loss in losses[:NUM_COMPARED_LOSSES]],
@@ -252,11 +255,12 @@ def run_ladder(arguments: argparse.Namespace) -> dict[str, Any]:
         if arguments.rungs and rung["name"] not in {*arguments.rungs, *kept}:
             continue
         flags = [*ladder["common_flags"], *rung["flags"], *arguments.extra_flags]
-        if kept.get(rung["name"], {}).get("flags") == flags:
+        known = kept.get(rung["name"], {})
+        if known.get("flags") == flags and known.get("environment") == rung.get("environment"):
             results.append(kept[rung["name"]])
         else:
             print(f"-- {rung['name']}: pretrain_vla.py {' '.join(flags)}", flush=True)
-            results.append(_run_rung(rung, flags, arguments))
+            results.append({**_run_rung(rung, flags, arguments), **_variables(rung)})
             cards = {r["card"] for r in results if "card" in r}
             if len(cards) > 1:
                 raise SystemExit(
@@ -288,7 +292,7 @@ def _run_rung(rung: dict[str, Any], flags: list[str], arguments: argparse.Namesp
         command += ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
         command += [] if arguments.profile is None else ["--profile", str(arguments.profile)]
         began = time.monotonic()
-        code, stdout, stderr = _run(command, arguments.rung_timeout)
+        code, stdout, stderr = _run(command, rung.get("environment", {}), arguments.rung_timeout)
         if code:
             lines = (stderr or stdout).strip().splitlines() or ["killed"]
             print("\n".join(lines[-60:]), flush=True)
@@ -299,9 +303,14 @@ def _run_rung(rung: dict[str, Any], flags: list[str], arguments: argparse.Namesp
         return {**json.loads(output.read_text()), "process_seconds": round(time.monotonic() - began, 1)}
 
 
-def _run(command: list[str], timeout: float | None) -> tuple[int, str, str]:
+def _variables(rung: dict[str, Any]) -> dict[str, Any]:
+    """A ladder's rung may set variables of the environment; its result says so."""
+    return {"environment": rung["environment"]} if "environment" in rung else {}
+
+
+def _run(command: list[str], variables: dict[str, str], timeout: float | None) -> tuple[int, str, str]:
     """(exit status, stdout, stderr) of a process; after `timeout` seconds it ends with all that it has started."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
         try:
@@ -377,6 +386,8 @@ def _line(rung: dict[str, Any]) -> str:
     ]
     if "sm_clock_mhz" in rung:
         figures += [show(rung["sm_clock_mhz"], "MHz"), show(rung["power_w"], "W")]
+    if "host_busy_cores" in rung:
+        figures.append(f"{rung['host_busy_cores']} of {rung['host_cores']} cores busy")
     return f"   {rung['name']}: " + ", ".join(figures)
 
 

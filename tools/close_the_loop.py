@@ -36,7 +36,9 @@ from megatron_vla.training.checkpoint_folder import find_latest
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("mujoco", "metaworld", "gymnasium", "glfw", "OpenGL", "scipy", "imageio", "pyarrow", "PIL")
-CAMERA_MAP = ("--camera-map", "base=observation.images.top", "left_wrist=observation.images.wrist")
+# The scene, what is between the fingers, and what is before the hand: a marker in the air is found by no two of them alone.
+CAMERAS = {"base": "top", "left_wrist": "wrist", "right_wrist": "behind"}
+CAMERA_MAP = ("--camera-map", *(f"{view}=observation.images.{camera}" for view, camera in CAMERAS.items()))
 # MetaWorld's actions shift the hand's target: they are relative to the state already.
 DATA_FLAGS = ("--dataset-action-representation", "delta", "--data-access", "decode_once")
 CHANGED = 3
@@ -82,7 +84,7 @@ class LoopConfig:
     action_horizon: int = 16
     """Actions per prediction; half of them are executed."""
 
-    micro_batch_size: int = 256
+    micro_batch_size: int = 192
     """Samples per step."""
 
     lr: float = 5e-4
@@ -150,7 +152,7 @@ RECIPES = {
         model=("--max-prompt-length", "48"),
         horizon=("--action-horizon",),
         all_switches=("--attention-backend", "matmul", *FAST),
-        no_switches=("--attention-backend", "eager", "--no-fused-adam", "--no-skip-dead-compute"),
+        no_switches=("--attention-backend", "eager", "--no-fused-adam", "--no-fused-kernels", "--no-skip-dead-compute"),
     ),
     "groot_n1_7": FamilyRecipe(
         image_size=128,
@@ -164,12 +166,12 @@ RECIPES = {
             # share a token with their surroundings. Nothing of the picture is cropped.
             *("--vision-spatial-merge-size", "1", "--vision-num-position-embeddings", "64", "--image-crop-fraction", "1"),
             # One width for all: one graph in training, and one batch for all tasks in the evaluation.
-            *("--max-prompt-length", "160", "--prompt-padding", "max", "--mask-vl-self-attention"),
+            *("--max-prompt-length", "224", "--prompt-padding", "max", "--mask-vl-self-attention"),
             *("--image-token", "5", "--padding-token", "0", "--embodiment-id", "0"),
         ),
         horizon=("--action-horizon", "--action-steps"),
         all_switches=FAST,
-        no_switches=("--attention-backend", "eager", "--no-fused-adam"),
+        no_switches=("--attention-backend", "eager", "--no-fused-adam", "--no-fused-kernels"),
     ),
 }
 
@@ -356,6 +358,7 @@ def record(loop: Loop, output: Path) -> None:
     recorder: list[object] = [
         *("tools/record_demonstrations.py", "--output", demonstrations, "--suite", config.suite, "--tasks", *config.tasks),
         *("--episodes-per-task", str(config.episodes_per_task), "--image-size", image_size(config)),
+        *("--cameras", *CAMERAS.values()),
         *("--action-repeat", str(config.action_repeat), "--noise-fraction", str(config.noise_fraction)),
         *("--picture-format", "png", "--num-processes", str(config.num_processes)),
     ]

@@ -71,7 +71,10 @@ class RecordingConfig:
     """Successful episodes to record of each task."""
 
     image_size: int = 224
-    """Side of the square pictures of both cameras in pixels."""
+    """Side of the square pictures in pixels."""
+
+    cameras: tuple[str, ...] = ()
+    """Cameras to record (MetaWorld: top, wrist, behind; LIBERO: agentview, wrist). None: the usual two."""
 
     action_repeat: int = 1
     """Control steps that an action is held for: the dataset's fps is the simulator's (MetaWorld 80, LIBERO 20) over this."""
@@ -124,6 +127,15 @@ class Episode:
     montage: list[np.ndarray]
 
 
+def cameras_of(config: RecordingConfig, backend: EnvironmentBackend) -> tuple[str, ...]:
+    """Names of the recorded cameras in the dataset. Raises ValueError for one that the simulator does not have."""
+    known = {camera.rsplit(".", 1)[-1]: camera for camera in (*backend.cameras, *backend.extra_cameras)}
+    for name in config.cameras:
+        if name not in known or config.cameras.count(name) > 1:
+            raise ValueError(f"--cameras {name}: {backend.name} has {', '.join(known)}, each once")
+    return tuple(known[name] for name in config.cameras) or backend.cameras
+
+
 def chosen(config: RecordingConfig) -> tuple[EnvironmentBackend, EnvironmentSettings, list[TaskSpec]]:
     """Simulator, its settings and the tasks. Starts are drawn from seeds: official ones are kept for evaluation."""
     backend = environment_backend(config.environment)
@@ -136,6 +148,7 @@ def chosen(config: RecordingConfig) -> tuple[EnvironmentBackend, EnvironmentSett
             action_repeat=config.action_repeat,
             initial_states="random",
             fast_rendering=config.fast_rendering,
+            cameras=cameras_of(config, backend),
         )
         try:
             return backend, environment, backend.tasks(environment)
@@ -149,6 +162,8 @@ def settings(config: RecordingConfig) -> dict[str, Any]:
     values = dataclasses.asdict(config)
     for name in ("output", "num_processes", "overwrite"):
         del values[name]
+    if not config.cameras:
+        del values["cameras"]  # recordings of before this flag stay reusable
     _, environment, tasks = chosen(config)
     values["suite"], values["tasks"] = environment.suite, [task.name for task in tasks]
     return values
@@ -197,7 +212,7 @@ def attempt_episode(
     if not has_succeeded:
         return None
     last = len(actions) - 1
-    images: dict[str, Any] = {c: np.stack([o.images[c] for o in observations]) for c in observations[0].images}
+    images: dict[str, Any] = {c: np.stack([o.images[c] for o in observations]) for c in chosen(config)[1].cameras}
     shown = [images[camera][step] for camera in images for step in (0, last // 2, last)]
     if config.picture_format == "png":
         images = {camera: [encode_png(picture, 1) for picture in pictures] for camera, pictures in images.items()}
@@ -286,7 +301,7 @@ def dataset_features(config: RecordingConfig, backend: EnvironmentBackend) -> di
     picture = {"dtype": dtype, "shape": [side, side, 3], "names": ["height", "width", "channels"]}
     state, action = backend.state_names, backend.action_names
     return {
-        **{camera: dict(picture) for camera in backend.cameras},
+        **{camera: dict(picture) for camera in cameras_of(config, backend)},
         "observation.state": {"dtype": "float32", "shape": [len(state)], "names": list(state)},
         "action": {"dtype": "float32", "shape": [len(action)], "names": list(action)},
     }

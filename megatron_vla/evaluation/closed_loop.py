@@ -24,7 +24,14 @@ from megatron_vla.evaluation.environments.interface import (
     environment_backend,
 )
 from megatron_vla.evaluation.environments.rendering import choose_backend
-from megatron_vla.evaluation.plan import compatibility, environment_settings, list_trials, package_versions, parse_camera_names
+from megatron_vla.evaluation.plan import (
+    compatibility,
+    environment_settings,
+    list_trials,
+    needed_cameras,
+    package_versions,
+    parse_camera_names,
+)
 from megatron_vla.evaluation.policy import Policy
 from megatron_vla.evaluation.results import (
     MONTAGE,
@@ -83,12 +90,13 @@ def evaluate(
         raise ValueError(f"--policy expert: {backend.name} has no scripted expert")
     if policy is not None:
         compatibility(policy.preprocessor.settings, backend, settings, config)
+        settings = dataclasses.replace(settings, cameras=needed_cameras(policy.preprocessor.settings, config))
     replan = config.eval_replan_interval or max(1, (policy.action_horizon if policy else 16) // 2)
     trials = list_trials(tasks, config.eval_trials_per_task, config.eval_seed, settings)
     description = {
         "policy": dict(policy_facts),
         "environment": backend.name,
-        "settings": dataclasses.asdict(settings),
+        "settings": {name: value for name, value in dataclasses.asdict(settings).items() if name != "cameras"},
         "tasks": [task.name for task in tasks],
         "trials_per_task": config.eval_trials_per_task,
         "seed": config.eval_seed,

@@ -76,19 +76,25 @@ def parse_camera_names(entries: Sequence[str]) -> dict[str, str]:
     return {left: right for left, _, right in pairs}
 
 
+def needed_cameras(own: ServedSettings, config: EvaluationConfig) -> tuple[str, ...]:
+    """The simulator's cameras that the checkpoint looks through."""
+    names = parse_camera_names(config.eval_camera_map)
+    return tuple(dict.fromkeys(names.get(key, key) for key in own.camera_keys if key))
+
+
 def compatibility(
     own: ServedSettings, backend: EnvironmentBackend, settings: EnvironmentSettings, config: EvaluationConfig
 ) -> None:
     """Raise ValueError when the checkpoint cannot be meant for this simulator: cameras, state, actions, rate."""
     cameras = tuple(key for key in own.camera_keys if key)
-    names = parse_camera_names(config.eval_camera_map)
-    unknown = [key for key in names if key not in cameras]
+    unknown = [key for key in parse_camera_names(config.eval_camera_map) if key not in cameras]
     if unknown:
         raise ValueError(f"--eval-camera-map {unknown[0]}: the checkpoint has cameras {', '.join(cameras)}")
-    missing = [camera for key in cameras if (camera := names.get(key, key)) not in backend.cameras]
-    if backend.cameras and missing:
+    known = (*backend.cameras, *backend.extra_cameras)
+    missing = [camera for camera in needed_cameras(own, config) if camera not in known]
+    if known and missing:
         raise ValueError(
-            f"the checkpoint needs camera {', '.join(missing)}; {backend.name} has {', '.join(backend.cameras)} "
+            f"the checkpoint needs camera {', '.join(missing)}; {backend.name} has {', '.join(known)} "
             "-> pair them with --eval-camera-map CHECKPOINT_CAMERA=SIMULATOR_CAMERA"
         )
     for what, width, its in (("state", own.state_dim, backend.state_names), ("action", own.action_dim, backend.action_names)):

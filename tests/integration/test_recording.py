@@ -18,7 +18,7 @@ from megatron_vla.data.frame_source import FrameSource
 from megatron_vla.data.metadata import read_metadata
 from megatron_vla.evaluation.environments import metaworld, rendering
 from megatron_vla.evaluation.environments.interface import Observation, StepResult, TaskSpec, Trial
-from megatron_vla.evaluation.environments.metaworld import CAMERAS, INSTRUCTIONS, MetaWorldEnvironment, task_name
+from megatron_vla.evaluation.environments.metaworld import INSTRUCTIONS, USUAL_CAMERAS, MetaWorldEnvironment, task_name
 from megatron_vla.file_lock import alone_in
 from tools import record_demonstrations as recorder
 from tools.record_demonstrations import RecordingConfig, attempt_episode, is_reusable, record, simulate
@@ -50,7 +50,7 @@ def test_dataset_says_what_it_holds(recorded: Path, gl_backend: str) -> None:
     table, findings = read_metadata(recorded)
     assert not findings
     assert table.fps == 20 and table.num_episodes == 2
-    assert set(table.cameras) == set(CAMERAS)
+    assert set(table.cameras) == set(USUAL_CAMERAS)
     assert [table.instruction(e) for e in range(2)] == ["Press a button from the top", "Push and close a window"]
     recording = json.loads((recorded / "meta/recording.json").read_text())
     assert recording["settings"]["fast_rendering"] is True and recording["gl_backend"] == gl_backend
@@ -75,7 +75,7 @@ def test_replaying_the_recorded_actions_gives_the_recorded_pictures(recorded: Pa
     environment = MetaWorldEnvironment(row["task"], image_size=64, action_repeat=4)
     observation = environment.reset(row["environment_seed"])
     steps = range(len(state_TD))
-    decoded = {camera: source.frames(camera, episode, list(steps)).astype(np.float32) for camera in CAMERAS}
+    decoded = {camera: source.frames(camera, episode, list(steps)).astype(np.float32) for camera in USUAL_CAMERAS}
     for step in steps:
         np.testing.assert_array_equal(state_TD[step], observation["observation.state"])
         for camera, frames in decoded.items():
@@ -93,7 +93,7 @@ def test_processes_and_task_order_change_nothing(gl_backend: str) -> None:
     two = {e.task: e for e in simulate(dataclasses.replace(CONFIG, num_processes=2, tasks=CONFIG.tasks[::-1]))}
     assert list(two) == list(one), "the suite's order"
     for task, episode in one.items():
-        for camera in CAMERAS:
+        for camera in USUAL_CAMERAS:
             np.testing.assert_array_equal(episode.images[camera], two[task].images[camera])
         np.testing.assert_array_equal(episode.state_TD, two[task].state_TD)
         np.testing.assert_array_equal(episode.actions_TA, two[task].actions_TA)
@@ -125,6 +125,39 @@ def test_existing_recording_is_reused_or_refused(recorded: Path, capsys: pytest.
 
 
 @pytest.mark.simulator
+@pytest.mark.parametrize("task", ["reach", "drawer-open", "window-open", "peg-insert-side"])
+def test_the_first_observation_shows_this_episode(task: str, gl_backend: str) -> None:
+    """Reference: the same scene once more, after MuJoCo has computed where everything is."""
+    import mujoco
+
+    environment = MetaWorldEnvironment(task, image_size=64, cameras=tuple(metaworld.CAMERAS))
+    for seed in (1, 2):
+        first, handle_3 = environment.reset(seed), environment._simulator_observation[4:7].copy()
+        mujoco.mj_forward(environment._environment.model, environment._environment.data)
+        for camera in metaworld.CAMERAS:
+            np.testing.assert_array_equal(first[camera], environment.picture(camera))
+        environment.step(np.zeros(4))
+        np.testing.assert_allclose(handle_3, environment._simulator_observation[4:7], atol=0.005)
+    environment.close()
+
+
+@pytest.mark.simulator
+def test_further_cameras_are_recorded_when_named_and_change_nothing_else(gl_backend: str) -> None:
+    config = dataclasses.replace(CONFIG, tasks=("window-close",), cameras=("behind", "top"))
+    (chosen,), (usual,) = list(simulate(config)), list(simulate(dataclasses.replace(config, cameras=())))
+    top, behind = "observation.images.top", "observation.images.behind"
+    assert list(chosen.images) == [behind, top] and set(usual.images) == set(USUAL_CAMERAS)
+    np.testing.assert_array_equal(chosen.images[top], usual.images[top])
+    np.testing.assert_array_equal(chosen.actions_TA, usual.actions_TA)
+    environment = MetaWorldEnvironment("window-close", image_size=64, action_repeat=4, cameras=(behind,))
+    observation = environment.reset(chosen.environment_seed)
+    environment.close()
+    np.testing.assert_array_equal(observation[behind], chosen.images[behind][0])
+    with pytest.raises(ValueError, match="--cameras side: metaworld has top, wrist, behind, each once"):
+        recorder.chosen(dataclasses.replace(CONFIG, cameras=("side",)))
+
+
+@pytest.mark.simulator
 def test_a_used_simulator_records_the_same_as_a_new_one(gl_backend: str) -> None:
     config = dataclasses.replace(CONFIG, tasks=("window-close",), noise_fraction=1.0)
     task = recorder.chosen(config)[2][0]
@@ -136,7 +169,7 @@ def test_a_used_simulator_records_the_same_as_a_new_one(gl_backend: str) -> None
     recorder.simulator.cache_clear()
     np.testing.assert_array_equal(second.actions_TA, alone.actions_TA)
     np.testing.assert_array_equal(second.state_TD, alone.state_TD)
-    for camera in CAMERAS:
+    for camera in USUAL_CAMERAS:
         np.testing.assert_array_equal(second.images[camera], alone.images[camera])
     assert first.environment_seed != second.environment_seed
 
@@ -152,7 +185,7 @@ def test_png_recordings_hold_the_exact_pictures(tmp_path: Path, monkeypatch: pyt
     table, findings = read_metadata(record(config))
     assert not findings and table.num_episodes == 1
     source = FrameSource(table, "pyav", 1)
-    for camera in CAMERAS:
+    for camera in USUAL_CAMERAS:
         frames = source.frames(camera, 0, [0, 3])
         np.testing.assert_array_equal(frames[:, 0, 0, 0], [0, 3])
 
@@ -175,7 +208,7 @@ class FakeEnvironment:
 
     def observe(self) -> Observation:
         step = len(self.executed)
-        pictures = {camera: np.full((2, 2, 3), step, np.uint8) for camera in CAMERAS}
+        pictures = {camera: np.full((2, 2, 3), step, np.uint8) for camera in USUAL_CAMERAS}
         return Observation(pictures, np.full(4, step, np.float32), "")
 
     def reset(self, trial: Trial) -> Observation:

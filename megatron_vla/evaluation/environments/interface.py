@@ -47,6 +47,8 @@ class EnvironmentSettings:
     """Shadows, reflections and multisampling off: 5 to 10 times as fast on CPUs, and another look. As in the training data."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """What only this backend knows (observation map, keyword arguments of its constructor); JSON-ready."""
+    cameras: tuple[str, ...] = ()
+    """Cameras that observations must hold; empty: the backend's usual ones. They change nothing that happens in a trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +158,7 @@ class EnvironmentBackend:
     tasks(settings): the chosen tasks in official order; ValueError naming near ones for an unknown name.
     build(settings): one simulator; ValueError with the pip command when its package is missing.
     cameras, state_names, action_names: what observations hold and what the recorder writes.  fps(settings): actions per second.
+    extra_cameras: further ones, rendered where `EnvironmentSettings.cameras` names them.
     """
 
     name: str
@@ -164,6 +167,7 @@ class EnvironmentBackend:
     build: Callable[[EnvironmentSettings], Environment] | None = None
     build_vector: Callable[[EnvironmentSettings, int], VectorEnvironment] | None = None
     cameras: tuple[str, ...] = ()
+    extra_cameras: tuple[str, ...] = ()
     state_names: tuple[str, ...] = ()
     action_names: tuple[str, ...] = ()
     fps: Callable[[EnvironmentSettings], float]

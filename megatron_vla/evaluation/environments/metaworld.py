@@ -1,7 +1,9 @@
-"""MetaWorld (3.1.1) as recorder and evaluator see it: two cameras, state, instruction, action, success, scripted expert.
+"""MetaWorld (3.1.1) as recorder and evaluator see it: cameras, state, instruction, action, success, scripted expert.
 
 The same class makes the demonstrations and the closed-loop tests, so that a policy sees in evaluation what it was trained on.
-Camera `top` is `corner2` moved to where LeRobot's MetaWorld data has it and rotated by 180 degrees; `wrist` is `gripperPOV`.
+Camera `top` is `corner2` moved to where LeRobot's MetaWorld data has it and rotated by 180 degrees; `wrist` is `gripperPOV`,
+which looks down between the fingers. Where they are named, too: `behind`, `behindGripper`, which moves half a metre behind the
+hand and shows how far to the side and how high a goal in the air is, while `top` alone cannot tell near from far.
 State (4): hand x, y, z in metres, gripper opening in [0, 1]. Action (4): hand target shift x, y, z (1 = 1 cm) and gripper
 effort, each in [-1, 1]. One control step is 0.0125 s; with `action_repeat` an action is held for several of them.
 
@@ -11,7 +13,7 @@ Shape legend: H height, W width, C channels, D state, A action.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,12 @@ CONTROL_HZ = 80
 STATE_NAMES = ("hand_x", "hand_y", "hand_z", "gripper_opening")
 ACTION_NAMES = ("delta_x", "delta_y", "delta_z", "gripper_effort")
 # Dataset feature -> camera of the simulator.
-CAMERAS: Mapping[str, str] = {"observation.images.top": "corner2", "observation.images.wrist": "gripperPOV"}
+CAMERAS: Mapping[str, str] = {
+    "observation.images.top": "corner2",
+    "observation.images.wrist": "gripperPOV",
+    "observation.images.behind": "behindGripper",
+}
+USUAL_CAMERAS = ("observation.images.top", "observation.images.wrist")
 _TOP_POSITION = (0.75, 0.075, 0.7)
 
 INSTRUCTIONS: Mapping[str, str] = {
@@ -97,7 +104,15 @@ class MetaWorldEnvironment:
     Choose MUJOCO_GL (see `rendering.choose_backend`) before the first one is made.
     """
 
-    def __init__(self, task: str, *, image_size: int = 224, fast_rendering: bool = True, action_repeat: int = 1):
+    def __init__(
+        self,
+        task: str,
+        *,
+        image_size: int = 224,
+        fast_rendering: bool = True,
+        action_repeat: int = 1,
+        cameras: Sequence[str] = USUAL_CAMERAS,
+    ):
         if action_repeat < 1:
             raise ValueError(f"action_repeat is {action_repeat}: it counts control steps per action -> give 1 or more")
         try:
@@ -110,6 +125,7 @@ class MetaWorldEnvironment:
         self.task = task_name(task)
         self.instruction = INSTRUCTIONS[self.task]
         self.action_repeat = action_repeat
+        self.cameras = tuple(cameras)
         self.fps = CONTROL_HZ / action_repeat
         self._fast_rendering = fast_rendering
         self._environment = ALL_V3_ENVIRONMENTS[self.task]()
@@ -133,8 +149,15 @@ class MetaWorldEnvironment:
 
     def reset(self, seed: int) -> dict[str, np.ndarray]:
         """New goal and object positions from `seed`; the first observation (see `observe`)."""
+        import mujoco
+
         self._environment.seed(seed)
-        self._simulator_observation, _ = self._environment.reset(seed=seed)
+        self._environment.reset(seed=seed)
+        # MetaWorld writes the new positions of furniture and goal markers into the model and leaves it there: until the next
+        # step pictures and handles would be those of the placement before (a window 12 cm beside where it is).
+        mujoco.mj_forward(self._environment.model, self._environment.data)
+        self._environment._prev_obs = self._environment._get_curr_obs_combined_no_goal()
+        self._simulator_observation = self._environment._get_obs()
         self.step_count = 0
         return self.observe()
 
@@ -155,7 +178,7 @@ class MetaWorldEnvironment:
         """{`observation.images.*`: uint8 HWC, `observation.state`: float32 D}."""
         observation = {"observation.state": self._simulator_observation[:4].astype(np.float32)}
         if render:
-            observation |= {feature: self.picture(feature) for feature in CAMERAS}
+            observation |= {feature: self.picture(feature) for feature in self.cameras}
         return observation
 
     def expert_action(self) -> np.ndarray:

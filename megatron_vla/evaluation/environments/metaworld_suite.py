@@ -25,6 +25,7 @@ from megatron_vla.evaluation.environments.metaworld import (
     CONTROL_HZ,
     INSTRUCTIONS,
     STATE_NAMES,
+    USUAL_CAMERAS,
     MetaWorldEnvironment,
     task_name,
 )
@@ -75,6 +76,7 @@ class MetaWorldSuite:
                 image_size=settings.image_size,
                 fast_rendering=settings.fast_rendering,
                 action_repeat=settings.action_repeat,
+                cameras=settings.cameras or USUAL_CAMERAS,
             )
         return self.environment
 
@@ -128,7 +130,8 @@ BACKEND = EnvironmentBackend(
     suites=tuple(SUITES),
     tasks=tasks,
     build=build,
-    cameras=tuple(CAMERAS),
+    cameras=USUAL_CAMERAS,
+    extra_cameras=tuple(camera for camera in CAMERAS if camera not in USUAL_CAMERAS),
     state_names=STATE_NAMES,
     action_names=ACTION_NAMES,
     fps=lambda settings: CONTROL_HZ / settings.action_repeat,
