@@ -112,8 +112,8 @@ class LoopConfig:
     trials_per_task: int = 20
     """Closed-loop trials of each task."""
 
-    max_steps: int = 150
-    """Actions after which a trial has failed (MetaWorld's own limit is 500 control steps)."""
+    max_steps: int | None = None
+    """Actions after which a trial has failed. Not set: MetaWorld's own limit of 500 control steps."""
 
     eval_flags: str = ""
     """Further evaluation flags, as one string: --eval-flags="--eval-cuda-graph"."""
@@ -346,7 +346,8 @@ def evaluation_command(config: LoopConfig, training: Training, baseline: Trainin
         *(("--baseline", baseline.results) if baseline is not None else ()),
         *("--eval-suite", config.suite, "--eval-tasks", *config.tasks),
         *("--eval-image-size", image_size(config), "--eval-action-repeat", str(config.action_repeat)),
-        *("--eval-max-steps", str(config.max_steps), "--eval-trials-per-task", str(config.trials_per_task)),
+        *(("--eval-max-steps", str(config.max_steps)) if config.max_steps is not None else ()),
+        *("--eval-trials-per-task", str(config.trials_per_task)),
         *("--eval-workers", str(2 * config.num_processes), "--eval-gate", f"min_success={config.min_success}"),
         *shlex.split(config.eval_flags),
     ]
