@@ -296,8 +296,8 @@ def _run_rung(rung: dict[str, Any], flags: list[str], arguments: argparse.Namesp
         if code:
             lines = (stderr or stdout).strip().splitlines() or ["killed"]
             print("\n".join(lines[-60:]), flush=True)
-            # Warnings of libraries may follow the exception.
-            last = max((n for n, line in enumerate(lines) if EXCEPTION_LINE.search(line)), default=len(lines) - 1)
+            # Warnings of libraries may follow the exception; a wrong flag is told without one, in the last lines.
+            last = max((n for n, line in enumerate(lines) if EXCEPTION_LINE.search(line)), default=max(0, len(lines) - 3))
             error = " ".join(lines[last:])[:500]
             return {"name": rung["name"], "flags": flags, "error": error}
         return {**json.loads(output.read_text()), "process_seconds": round(time.monotonic() - began, 1)}
