@@ -10,7 +10,7 @@ import numpy as np
 from megatron_vla.config.run import parse_args
 from megatron_vla.data.lerobot_writer import LeRobotWriter
 from megatron_vla.evaluation.environments.interface import EnvironmentBackend, Observation
-from megatron_vla.evaluation.environments.metaworld import CAMERAS
+from megatron_vla.evaluation.environments.metaworld import USUAL_CAMERAS
 from megatron_vla.evaluation.environments.metaworld_suite import BACKEND as METAWORLD
 from megatron_vla.evaluation.policy import Policy
 from megatron_vla.models.common.initialization import initialize_parameters, normal
@@ -90,7 +90,7 @@ def train_checkpoint(folder: Path, *flags: str, backend: EnvironmentBackend = ME
 def random_observation(seed: int, instruction: str = "Open a drawer") -> Observation:
     """Noise of the right shapes."""
     generator = np.random.default_rng(seed)
-    images = {c: generator.integers(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8) for c in CAMERAS}
+    images = {c: generator.integers(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8) for c in USUAL_CAMERAS}
     return Observation(images, generator.uniform(0, 1, 4).astype(np.float32), instruction)
 
 

@@ -3,14 +3,14 @@
     python tools/benchmark.py --ladder benchmarks/ladders/pi05.json --output benchmarks/pi05_ladder.json
 
 Reported per rung: median step time and samples/s, peak memory, model FLOP utilisation (`model.training_flops_per_sample`,
-recomputation not counted, over the GPU's dense bf16 datasheet rate), kernels (and how many of them a
-graph launched), host synchronisations and graph launches of one profiled steady step, the losses of the first ten steps on
-fixed draws and their difference to the rung above. A rung may set "num_processes": it then runs under torchrun, samples/s and
-memory are per GPU, and the share of the communication time that other kernels hide is reported. With a graph runner, --warmup
-must cover its own warm-up steps and the captures ("spoiled_steps" counts what did not fit). --profile FOLDER writes what the
-profiled step consists of (tools/step_profile.py), which explains a figure without another run. On NVIDIA GPUs clock, power and
-what limits the clock are recorded with every rung (tools/gpu_clock.py), and how busy the host was (tools/host_load.py): without
-a graph, steps wait for it.
+recomputation not counted, over the GPU's dense bf16 datasheet rate), kernels (and how many of them a graph launched), host
+synchronisations and graph launches of one profiled steady step, the losses of the first ten steps on fixed draws and their
+difference to the rung above. A rung may set "environment" (variables), and "num_processes": it then runs under torchrun,
+samples/s and memory are per GPU, and the share of the communication time that other kernels hide is reported. With a graph
+runner, --warmup must cover its own warm-up steps and the captures ("spoiled_steps" counts what did not fit). --profile FOLDER
+writes what the profiled step consists of (tools/step_profile.py), which explains a figure without another run. On NVIDIA GPUs
+clock, power and what limits the clock are recorded with every rung (tools/gpu_clock.py), and how busy the host was
+(tools/host_load.py): without a graph, steps wait for it.
 """
 
 from __future__ import annotations
@@ -259,7 +259,8 @@ def run_ladder(arguments: argparse.Namespace) -> dict[str, Any]:
         if known.get("flags") == flags and known.get("environment") == rung.get("environment"):
             results.append(kept[rung["name"]])
         else:
-            print(f"-- {rung['name']}: pretrain_vla.py {' '.join(flags)}", flush=True)
+            variables = [f"{name}={value}" for name, value in rung.get("environment", {}).items()]
+            print(f"-- {rung['name']}:", *variables, "pretrain_vla.py", *flags, flush=True)
             results.append({**_run_rung(rung, flags, arguments), **_variables(rung)})
             cards = {r["card"] for r in results if "card" in r}
             if len(cards) > 1:

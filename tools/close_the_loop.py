@@ -36,7 +36,7 @@ from megatron_vla.training.checkpoint_folder import find_latest
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("mujoco", "metaworld", "gymnasium", "glfw", "OpenGL", "scipy", "imageio", "pyarrow", "PIL")
-# The scene, what is between the fingers, and what is before the hand: a marker in the air is found by no two of them alone.
+# The scene, what is between the fingers, and what is before the hand: no single one shows where a marker in the air is.
 CAMERAS = {"base": "top", "left_wrist": "wrist", "right_wrist": "behind"}
 CAMERA_MAP = ("--camera-map", *(f"{view}=observation.images.{camera}" for view, camera in CAMERAS.items()))
 # MetaWorld's actions shift the hand's target: they are relative to the state already.

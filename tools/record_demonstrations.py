@@ -162,10 +162,9 @@ def settings(config: RecordingConfig) -> dict[str, Any]:
     values = dataclasses.asdict(config)
     for name in ("output", "num_processes", "overwrite"):
         del values[name]
-    if not config.cameras:
-        del values["cameras"]  # recordings of before this flag stay reusable
-    _, environment, tasks = chosen(config)
+    backend, environment, tasks = chosen(config)
     values["suite"], values["tasks"] = environment.suite, [task.name for task in tasks]
+    values["cameras"], values["revision"] = list(environment.cameras), backend.revision
     return values
 
 
@@ -192,6 +191,7 @@ def attempt_episode(
     noisy = bool(random.random() < config.noise_fraction)
     observation = environment.reset(Trial(task=task.name, index=number, seed=environment_seed))
     observations, actions = [], []
+    cameras = cameras_of(config, environment_backend(config.environment))
     steps_left = config.max_steps // config.action_repeat
     has_succeeded = False
     while steps_left > 0:
@@ -212,7 +212,7 @@ def attempt_episode(
     if not has_succeeded:
         return None
     last = len(actions) - 1
-    images: dict[str, Any] = {c: np.stack([o.images[c] for o in observations]) for c in chosen(config)[1].cameras}
+    images: dict[str, Any] = {c: np.stack([o.images[c] for o in observations]) for c in cameras}
     shown = [images[camera][step] for camera in images for step in (0, last // 2, last)]
     if config.picture_format == "png":
         images = {camera: [encode_png(picture, 1) for picture in pictures] for camera, pictures in images.items()}
@@ -338,6 +338,8 @@ def is_reusable(config: RecordingConfig) -> bool:
         raise ValueError(f"--output {root}: holds files that were not recorded by this tool -> name a new folder")
     recorded = json.loads((root / RECORDING_FILE).read_text())["settings"]
     wanted = settings(config)
+    # What recordings were made with before they told it.
+    recorded = {"cameras": list(environment_backend(config.environment).cameras), "revision": 1, **recorded}
     differences = [f"{k}: {recorded.get(k)} there, {v} asked" for k, v in wanted.items() if recorded.get(k) != v]
     if not differences:
         return True

@@ -28,9 +28,8 @@ from megatron_vla.evaluation.plan import (
     compatibility,
     environment_settings,
     list_trials,
-    needed_cameras,
     package_versions,
-    parse_camera_names,
+    simulator_cameras,
 )
 from megatron_vla.evaluation.policy import Policy
 from megatron_vla.evaluation.results import (
@@ -54,9 +53,9 @@ FILM_FPS = 10.0
 class PolicyActor:
     """A checkpoint acts. Noise is a function of (seed, trial, number of the prediction)."""
 
-    def __init__(self, policy: Policy, seed: int, camera_names: Mapping[str, str]) -> None:
-        self.policy, self.seed = policy, seed
-        self.camera_of = {key: camera_names.get(key, key) for key in policy.camera_keys}
+    def __init__(self, policy: Policy, seed: int, camera_of: Mapping[str, str]) -> None:
+        """camera_of: the policy's cameras -> the simulator's."""
+        self.policy, self.seed, self.camera_of = policy, seed, camera_of
 
     def __call__(self, requests: Sequence[ActRequest]) -> list[np.ndarray]:
         """See Actor."""
@@ -88,14 +87,19 @@ def evaluate(
     tasks = backend.tasks(settings)
     if policy is None and not backend.has_expert:
         raise ValueError(f"--policy expert: {backend.name} has no scripted expert")
+    camera_of: dict[str, str] = {}
     if policy is not None:
         compatibility(policy.preprocessor.settings, backend, settings, config)
-        settings = dataclasses.replace(settings, cameras=needed_cameras(policy.preprocessor.settings, config))
+        camera_of = simulator_cameras(policy.camera_keys, config)
+        settings = dataclasses.replace(settings, cameras=tuple(dict.fromkeys(camera_of.values())))
     replan = config.eval_replan_interval or max(1, (policy.action_horizon if policy else 16) // 2)
     trials = list_trials(tasks, config.eval_trials_per_task, config.eval_seed, settings)
     description = {
         "policy": dict(policy_facts),
         "environment": backend.name,
+        # None where nothing is unusual: evaluations that were begun before these were told go on.
+        "revision": backend.revision if backend.revision > 1 else None,
+        "camera_map": camera_of if config.eval_camera_map else None,
         "settings": {name: value for name, value in dataclasses.asdict(settings).items() if name != "cameras"},
         "tasks": [task.name for task in tasks],
         "trials_per_task": config.eval_trials_per_task,
@@ -106,9 +110,7 @@ def evaluate(
     if backend.uses_mujoco(settings) and find_spec("mujoco") is not None:
         gl = choose_backend()
         say(f"rendering with MUJOCO_GL={gl}, fast rendering {'on' if settings.fast_rendering else 'off'}")
-    actor: Actor = (
-        expert_actor if policy is None else PolicyActor(policy, config.eval_seed, parse_camera_names(config.eval_camera_map))
-    )
+    actor: Actor = expert_actor if policy is None else PolicyActor(policy, config.eval_seed, camera_of)
     with alone_in(output, "evaluation"):
         # What is there already is read by whoever holds the folder: another evaluation may have just finished it.
         run = _Run(config, backend, settings, tasks, ResultFolder(output, description), gl, replan, say)

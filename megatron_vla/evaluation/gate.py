@@ -120,7 +120,7 @@ def read_baseline(folder: Path, description: Mapping[str, Any]) -> list[TrialRes
     stored = folder / DESCRIPTION_FILE
     if not stored.is_file():
         raise ValueError(f"baseline {folder}: no evaluation ({DESCRIPTION_FILE} is missing) -> name its folder with --baseline")
-    wanted = {k: description.get(k) for k in ("environment", "settings", "replan_interval", "seed")}
+    wanted = {k: description.get(k) for k in ("environment", "revision", "settings", "replan_interval", "seed")}
     told = told_differences(read_json(stored), json.loads(json.dumps(wanted)))
     if told:
         raise ValueError(

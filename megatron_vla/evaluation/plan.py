@@ -76,10 +76,10 @@ def parse_camera_names(entries: Sequence[str]) -> dict[str, str]:
     return {left: right for left, _, right in pairs}
 
 
-def needed_cameras(own: ServedSettings, config: EvaluationConfig) -> tuple[str, ...]:
-    """The simulator's cameras that the checkpoint looks through."""
+def simulator_cameras(camera_keys: Sequence[str | None], config: EvaluationConfig) -> dict[str, str]:
+    """Checkpoint's camera -> the simulator's that it looks through."""
     names = parse_camera_names(config.eval_camera_map)
-    return tuple(dict.fromkeys(names.get(key, key) for key in own.camera_keys if key))
+    return {key: names.get(key, key) for key in camera_keys if key}
 
 
 def compatibility(
@@ -91,7 +91,7 @@ def compatibility(
     if unknown:
         raise ValueError(f"--eval-camera-map {unknown[0]}: the checkpoint has cameras {', '.join(cameras)}")
     known = (*backend.cameras, *backend.extra_cameras)
-    missing = [camera for camera in needed_cameras(own, config) if camera not in known]
+    missing = [camera for camera in simulator_cameras(own.camera_keys, config).values() if camera not in known]
     if known and missing:
         raise ValueError(
             f"the checkpoint needs camera {', '.join(missing)}; {backend.name} has {', '.join(known)} "

@@ -167,11 +167,16 @@ def _communicators_on_first_use() -> Iterator[None]:
 
 
 def _connect(groups: ParallelGroups) -> None:
-    """NCCL communicators of the groups that every layout uses: a link that is down shows here, and the first message of a
-    pipeline (whose ranks would otherwise make theirs when each of them gets that far) finds it made."""
+    """NCCL communicators of the groups that layouts use, before the first step: a link that is down shows here, and the first
+    batched messages of a pipeline find theirs made (interleaved stages send one by one: each pair makes its own)."""
     if groups.device.type != "cuda":
         return
-    members = (groups.data_parallel_group, groups.tensor_model_parallel_group, groups.pipeline_model_parallel_group)
+    members = (
+        groups.data_parallel_group,
+        groups.tensor_model_parallel_group,
+        groups.pipeline_model_parallel_group,
+        groups.model_parallel_group,
+    )
     # All ranks go through the kinds in this order, so that none waits for one that waits for it.
     for group in (member for member in members if member.size() > 1):
         dist.all_reduce(torch.zeros(1, device=groups.device), group=group)

@@ -16,7 +16,7 @@ import torch
 from evaluation_fixtures import opened_up, random_observation, train_checkpoint, training_flags
 
 from megatron_vla.config.run import from_dict, parse_args
-from megatron_vla.evaluation import command
+from megatron_vla.evaluation import closed_loop, command
 from megatron_vla.evaluation.command import DIFFERENT, main
 from megatron_vla.evaluation.environments import interface
 from megatron_vla.evaluation.environments.interface import Observation
@@ -57,6 +57,29 @@ def test_metaworld_one_task_two_rollouts(
     assert "averaged weights" in said and f"MUJOCO_GL={gl_backend}" in said and "| drawer-close-v3 |" in said
     # The pointer belongs to evaluations beside their checkpoint.
     assert best_iteration(save) is None
+
+
+@pytest.mark.simulator
+def test_a_policy_sees_through_the_cameras_that_its_map_names(
+    save: Path, gl_backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """... those and no others are rendered, and trials through different ones are not mixed."""
+    top, wrist, behind = (f"observation.images.{name}" for name in ("top", "wrist", "behind"))
+    seen: list[set[str]] = []
+    renamed = closed_loop.PolicyActor._renamed
+
+    def watched(self: closed_loop.PolicyActor, observation: Observation) -> Observation:
+        result = renamed(self, observation)
+        seen.append(set(observation.images))
+        np.testing.assert_array_equal(result.images[wrist], observation.images[behind])
+        return result
+
+    monkeypatch.setattr(closed_loop.PolicyActor, "_renamed", watched)
+    flags = ["--checkpoint", str(save), "--output", str(tmp_path), "--eval-trials-per-task", "1"]
+    assert main([*flags, "--eval-camera-map", f"{wrist}={behind}"]) == 0
+    assert seen and all(cameras == {top, behind} for cameras in seen)
+    with pytest.raises(ValueError, match=r"holds another evaluation .camera_map: .*behind.* there, None now"):
+        main(flags)
 
 
 def test_replay_is_bit_equal_and_finds_what_is_not(save: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

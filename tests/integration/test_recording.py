@@ -122,6 +122,21 @@ def test_existing_recording_is_reused_or_refused(recorded: Path, capsys: pytest.
     assert (recorded / "meta/info.json").stat().st_mtime_ns == before
     with pytest.raises(ValueError, match=r"seed: 3 there, 4 asked.*--overwrite"):
         record(dataclasses.replace(CONFIG, output=str(recorded), seed=4))
+    assert is_reusable(dataclasses.replace(CONFIG, output=str(recorded), cameras=("top", "wrist"))), "the usual ones"
+    with pytest.raises(
+        ValueError, match=r"cameras: \['observation.images.top', .*wrist'\] there, \['observation.images.behind'\] asked"
+    ):
+        is_reusable(dataclasses.replace(CONFIG, output=str(recorded), cameras=("behind",)))
+
+
+def test_recordings_from_before_a_revision_are_refused(recorded: Path, tmp_path: Path) -> None:
+    """They tell neither revision nor cameras."""
+    content = json.loads((recorded / "meta/recording.json").read_text())
+    assert content["settings"].pop("revision") == 2 and len(content["settings"].pop("cameras")) == 2
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta/recording.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"recorded with other settings \(revision: 1 there, 2 asked\)"):
+        is_reusable(dataclasses.replace(CONFIG, output=str(tmp_path)))
 
 
 @pytest.mark.simulator

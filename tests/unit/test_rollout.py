@@ -18,7 +18,7 @@ from megatron_vla.config.evaluation import EvaluationConfig
 from megatron_vla.evaluation import closed_loop, gate
 from megatron_vla.evaluation.environments import interface
 from megatron_vla.evaluation.environments.interface import EnvironmentSettings, environment_backend
-from megatron_vla.evaluation.gate import judge, paired_test, parse_gate, record_verdict
+from megatron_vla.evaluation.gate import judge, paired_test, parse_gate, read_baseline, record_verdict
 from megatron_vla.evaluation.plan import list_trials, parse_options
 from megatron_vla.evaluation.results import ResultFolder, first_error, read_trials
 from megatron_vla.evaluation.rollout import ActRequest, Rollout, RolloutSettings, TrialQueue, TrialResult
@@ -162,6 +162,25 @@ def test_evaluation_reports_films_and_goes_on_where_it_was_killed(tmp_path: Path
     with pytest.raises(ValueError, match=r"holds another evaluation .seed: 0 there, 1 now"):
         closed_loop.evaluate(dataclasses.replace(CONFIG, eval_seed=1), tmp_path, None, {"name": "expert"}, said.append)
     assert description["settings"]["suite"] == "line" and len(results) == 6
+
+
+def test_trials_of_different_revisions_of_a_simulator_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = lambda text: None  # noqa: E731
+    _, _, first = closed_loop.evaluate(CONFIG, tmp_path / "one", None, {"name": "expert"}, silent)
+    # As evaluations were described before there were revisions.
+    stored = tmp_path / "one/evaluation.json"
+    content = json.loads(stored.read_text())
+    assert content.pop("revision") is None and content.pop("camera_map") is None
+    stored.write_text(json.dumps(content))
+    closed_loop.evaluate(CONFIG, tmp_path / "one", None, {"name": "expert"}, silent)
+    assert len(read_baseline(tmp_path / "one", first)) == 6
+    monkeypatch.setattr("fake_suite.BACKEND", dataclasses.replace(environment_backend("fake"), revision=2))
+    with pytest.raises(ValueError, match=r"holds another evaluation .revision: None there, 2 now"):
+        closed_loop.evaluate(CONFIG, tmp_path / "one", None, {"name": "expert"}, silent)
+    _, _, second = closed_loop.evaluate(CONFIG, tmp_path / "two", None, {"name": "expert"}, silent)
+    for folder, description in (("one", second), ("two", first)):
+        with pytest.raises(ValueError, match=r"evaluated differently .revision: "):
+            read_baseline(tmp_path / folder, description)
 
 
 def test_one_evaluation_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ class EnvironmentSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
     """What only this backend knows (observation map, keyword arguments of its constructor); JSON-ready."""
     cameras: tuple[str, ...] = ()
-    """Cameras that observations must hold; empty: the backend's usual ones. They change nothing that happens in a trial."""
+    """Cameras that observations must hold (they may hold more); empty: the backend's usual ones. They change nothing that
+    happens in a trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +160,8 @@ class EnvironmentBackend:
     build(settings): one simulator; ValueError with the pip command when its package is missing.
     cameras, state_names, action_names: what observations hold and what the recorder writes.  fps(settings): actions per second.
     extra_cameras: further ones, rendered where `EnvironmentSettings.cameras` names them.
+    revision: raised when a trial of the same seed begins or looks otherwise than before: neither recordings nor trials of
+    different revisions are mixed.
     """
 
     name: str
@@ -172,6 +175,7 @@ class EnvironmentBackend:
     action_names: tuple[str, ...] = ()
     fps: Callable[[EnvironmentSettings], float]
     robot_type: str
+    revision: int = 1
     has_expert: bool = False
     uses_mujoco: Callable[[EnvironmentSettings], bool] = lambda settings: True
     """Whether MUJOCO_GL has to be chosen before it is imported (see rendering.py)."""

@@ -106,7 +106,7 @@ class MetaWorldSuite:
 
     def picture(self) -> np.ndarray:
         """See Environment."""
-        return self._running.picture(next(iter(CAMERAS)))
+        return self._running.picture(USUAL_CAMERAS[0])
 
     def expert_action(self) -> np.ndarray:
         """See Environment."""
@@ -136,6 +136,7 @@ BACKEND = EnvironmentBackend(
     action_names=ACTION_NAMES,
     fps=lambda settings: CONTROL_HZ / settings.action_repeat,
     robot_type="sawyer_metaworld",
+    revision=2,  # the first observation shows the new placement
     has_expert=True,
     packages=("metaworld", "mujoco"),
 )
