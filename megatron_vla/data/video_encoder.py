@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 # Codec name -> (FFmpeg encoder, default crf, encoder options). One thread everywhere: the bytes must not depend on the
-# host's cores. No macroblock tree in x264: with it one picture in thousands was coded otherwise, by what lay in its memory before
-# (seen in 3 of 8 processes that encoded the same 16 pictures 900 times; never without), and two-frame GOPs have no use for it.
+# host's cores. No macroblock tree in x264: with it one picture in thousands was coded otherwise, by what lay in its memory
+# before (in 3 of 8 processes that encoded the same 16 pictures 900 times; never without).
 ENCODERS: dict[str, tuple[str, int, dict[str, str]]] = {
     "h264": ("libx264", 23, {"preset": "veryfast", "forced-idr": "1", "mbtree": "0"}),
     "hevc": (
