@@ -167,8 +167,8 @@ def _communicators_on_first_use() -> Iterator[None]:
 
 
 def _connect(groups: ParallelGroups) -> None:
-    """NCCL communicators of the groups that layouts use, before the first step: a link that is down shows here, and the first
-    batched messages of a pipeline find theirs made (interleaved stages send one by one: each pair makes its own)."""
+    """NCCL communicators of the groups that layouts use, before the first step: a link that is down shows here, and pipeline
+    stages find theirs made whichever of them sends first."""
     if groups.device.type != "cuda":
         return
     members = (
@@ -179,7 +179,9 @@ def _connect(groups: ParallelGroups) -> None:
     )
     # All ranks go through the kinds in this order, so that none waits for one that waits for it.
     for group in (member for member in members if member.size() > 1):
-        dist.all_reduce(torch.zeros(1, device=groups.device), group=group)
+        # What torch.distributed itself calls for bound groups. A communicator that a collective makes would not serve single
+        # messages: each pair of interleaved stages would get one of its own.
+        group._get_backend(groups.device).eager_connect_single_device(groups.device)
 
 
 def _build_groups(
