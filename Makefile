@@ -48,10 +48,9 @@ quickstart:
 quickstart-groot:
 	@$(MAKE) --no-print-directory quickstart QUICKSTART_ARGS="--model-name groot_n1_7 --train-iters 600 $(QUICKSTART_ARGS)"
 
-# In order of the folders: files of few but long tests (integration) would otherwise come last, on one process.
 # Linter, formatter and type checker run as tests too (tests/unit/test_house_rules.py), so one closing line tells everything.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 test-distributed: $(STAMP)
 	$(BIN)/python -m pytest tests/distributed -m "" $(PYTEST_ARGS)
