@@ -255,13 +255,15 @@ def run_ladder(arguments: argparse.Namespace) -> dict[str, Any]:
         if arguments.rungs and rung["name"] not in {*arguments.rungs, *kept}:
             continue
         flags = [*ladder["common_flags"], *rung["flags"], *arguments.extra_flags]
+        # Present in a result only where the rung sets variables.
+        variables = {"environment": rung["environment"]} if "environment" in rung else {}
         known = kept.get(rung["name"], {})
         if known.get("flags") == flags and known.get("environment") == rung.get("environment"):
             results.append(kept[rung["name"]])
         else:
-            variables = [f"{name}={value}" for name, value in rung.get("environment", {}).items()]
-            print(f"-- {rung['name']}:", *variables, "pretrain_vla.py", *flags, flush=True)
-            results.append({**_run_rung(rung, flags, arguments), **_variables(rung)})
+            assignments = [f"{name}={value}" for name, value in rung.get("environment", {}).items()]
+            print(f"-- {rung['name']}:", *assignments, "pretrain_vla.py", *flags, flush=True)
+            results.append({**_run_rung(rung, flags, arguments), **variables})
             cards = {r["card"] for r in results if "card" in r}
             if len(cards) > 1:
                 raise SystemExit(
@@ -302,11 +304,6 @@ def _run_rung(rung: dict[str, Any], flags: list[str], arguments: argparse.Namesp
             error = " ".join(lines[last:])[:500]
             return {"name": rung["name"], "flags": flags, "error": error}
         return {**json.loads(output.read_text()), "process_seconds": round(time.monotonic() - began, 1)}
-
-
-def _variables(rung: dict[str, Any]) -> dict[str, Any]:
-    """A ladder's rung may set variables of the environment; its result says so."""
-    return {"environment": rung["environment"]} if "environment" in rung else {}
 
 
 def _run(command: list[str], variables: dict[str, str], timeout: float | None) -> tuple[int, str, str]:
