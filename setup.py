@@ -72,6 +72,7 @@ setup(
         "pyarrow",
         "tqdm",
         "megatron-core>=0.16.1,<0.20",
+        "pyyaml",  # megatron-core reads NCCL's settings with it, and does not ask for it
     ],
     extras_require={
         "data": [

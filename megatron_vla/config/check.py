@@ -164,6 +164,15 @@ def _data_parallel(config: RunConfig, world_size: int) -> Iterator[Finding]:
             f"--{'' if parallel.overlap_grad_reduce else 'no-'}overlap-grad-reduce",
             "add --overlap-grad-reduce (megatron_ddp or torch_ddp), or drop it",
         )
+    sms = parallel.data_parallel_sms
+    if sms is not None and not (parallel.overlap_grad_reduce and strategy == "megatron_ddp"):
+        yield error(
+            "--data-parallel-sms",
+            "is about reductions beside backward, which --overlap-grad-reduce with megatron_ddp starts",
+            "add --overlap-grad-reduce, or drop it",
+        )
+    elif sms is not None and not 1 <= sms <= 32:
+        yield error("--data-parallel-sms", f"{sms} is not 1 ... 32, the blocks that NCCL can use", "use --data-parallel-sms 4")
     replicas, ranks = parallel.fsdp_replicate_size, config.data_parallel_size(world_size)
     if replicas is not None and strategy != "fsdp2":
         yield error("--fsdp-replicate-size", f"has no effect with --data-parallel-strategy {strategy}", "drop it, or use fsdp2")

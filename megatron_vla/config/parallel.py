@@ -44,6 +44,10 @@ class ParallelConfig:
     ddp_bucket_size: int | None = None
     """Elements per bucket with --overlap-grad-reduce. Not set: megatron_ddp 40 million or more, torch_ddp 25 MiB."""
 
+    data_parallel_sms: int | None = None
+    """Multiprocessors for the reductions of --overlap-grad-reduce; matrix products leave them free. Not set: reductions take
+    up to 32, and products wait for them."""
+
     fsdp_replicate_size: int | None = None
     """fsdp2: copies of the sharded model over the data-parallel ranks (HSDP). Not set: one per node."""
 

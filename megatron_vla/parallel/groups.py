@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron_vla.config.parallel import ParallelConfig
 from megatron_vla.findings import CheckError, Finding, error, raise_errors
 from megatron_vla.parallel.cpu import install_cpu_shims
+from megatron_vla.parallel.multiprocessors import communicator_config, leave_free
 from megatron_vla.parallel.startup import RankPlace, duplicate_device_findings, place_table, self_test
 
 
@@ -140,6 +141,7 @@ def initialize(parallel: ParallelConfig, *, quiet: bool = False) -> ParallelGrou
     if findings:
         raise CheckError(findings)
     groups = _build_groups(parallel, rank, local_rank, device, host_group)
+    leave_free(parallel, groups.data_parallel_size)
     _connect(groups)
     coordinates: list[Any] = [None] * world_size
     mine = (groups.tensor_model_parallel_rank, groups.pipeline_model_parallel_rank, groups.data_parallel_rank)
@@ -193,12 +195,13 @@ def _build_groups(
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state
 
-    with _communicators_on_first_use():
+    with _communicators_on_first_use(), communicator_config(parallel) as communicators:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
             pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
             context_parallel_size=parallel.context_parallel_size,
+            nccl_communicator_config_path=communicators,
             distributed_timeout_minutes=math.ceil(parallel.distributed_startup_timeout_minutes),
             # Host-side agreements go through host_group; megatron-core's gloo twins would double the number of groups.
             create_gloo_process_groups=False,

@@ -8,20 +8,20 @@ Shape legend: B samples, L token slots, H hidden.
 from __future__ import annotations
 
 import warnings
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from megatron_vla.parallel.parameter_shard import ParameterShard, mark_shard
-from megatron_vla.parallel.sequence_parallel import padded_rows
+from megatron_vla.parallel.sequence_parallel import padded_rows, sum_partial
 from megatron_vla.parallel.tensor_parallel import TensorParallel
 
 with warnings.catch_warnings():
     # The import announces which optional NVIDIA packages are absent; nothing here uses them.
     warnings.simplefilter("ignore")
     from megatron.core.model_parallel_config import ModelParallelConfig
-    from megatron.core.tensor_parallel import mappings as mappings  # for sequence_parallel.py
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 # torch 2.13 renames the collectives that megatron-core calls; torch 2.11 does not know the new names.
@@ -81,7 +81,8 @@ class RowParallel(RowParallelLinear):  # type: ignore[misc]
     """megatron-core's row-parallel layer; returns the sum over ranks plus bias.
 
     Without sequence parallelism the output has the input's leading shape. With it, the output is this rank's share of the
-    token rows [rows / size, out]: leading axes are flattened and rows padded to a multiple of `size` (see sequence_parallel).
+    token rows [rows / size, out]: leading axes are flattened and rows padded to a multiple of `size` (see sequence_parallel,
+    whose collectives survive a compiler, unlike those of the parent's forward).
     """
 
     get_extra_state = nn.Module.get_extra_state
@@ -105,17 +106,14 @@ class RowParallel(RowParallelLinear):  # type: ignore[misc]
         if bias and tensor_parallel.sequence_parallel:
             self.bias.tensor_parallel_partial = True
         self.size = tensor_parallel.size
-
-    def _forward_impl(self, input: Tensor, weight: Tensor, **arguments: Any) -> Tensor:
-        # Left out by the parent, the group of this product (which does not communicate) makes rank 0, and only rank 0, warn:
-        # in a compiled layer that is a break in one rank's graph.
-        return cast(Tensor, super()._forward_impl(input=input, weight=weight, **{**arguments, "tp_group": self.tp_group}))
+        self.tensor_parallel = tensor_parallel
 
     def forward(self, rows: Tensor) -> Tensor:
         """[..., in / size] -> [..., out], or this rank's rows of it."""
         if self.sequence_parallel:
             rows = padded_rows(rows, self.size)
-        return cast(Tensor, super().forward(rows)[0])
+        summed = sum_partial(F.linear(rows, self.weight), self.tensor_parallel)
+        return summed if self.bias is None else summed + self.bias
 
 
 class VocabParallel(VocabParallelEmbedding):  # type: ignore[misc]  # megatron-core has no annotations

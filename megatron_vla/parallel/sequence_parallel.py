@@ -13,21 +13,68 @@ Shape legend: B samples, S tokens, H hidden, R token rows of this rank, X channe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn import functional as F
 
 from megatron_vla.parallel.tensor_parallel import TensorParallel
 
 
-def _mappings() -> Any:
-    """megatron-core's autograd collectives, loaded with the layers that need them; a plain import is no break in a graph."""
-    from megatron_vla.parallel.megatron_layers import mappings
+def _group(name: str) -> Any:
+    return _resolve_process_group(cast(Any, name))
 
-    return mappings
+
+# Operations of their own, with the group's name for the group, so that a compiler sees what goes in and what comes out and
+# nothing else. Traced through instead, as megatron-core's mappings are, they made inductor compute wrong gradients under
+# sequence parallelism: with torch 2.11 on GPUs the loss did not fall, with torch 2.13 on CPU in bf16 it was NaN.
+@torch.library.custom_op("megatron_vla::gather_rows", mutates_args=())
+def _all_gather_rows(rows: Tensor, group_name: str) -> Tensor:
+    """[R, H] -> [R * size, H], rank after rank."""
+    group = _group(group_name)
+    gathered = rows.new_empty((rows.shape[0] * group.size(), *rows.shape[1:]))
+    dist.all_gather_into_tensor(gathered, rows.contiguous(), group=group)
+    return gathered
+
+
+@_all_gather_rows.register_fake
+def _(rows: Tensor, group_name: str) -> Tensor:
+    return rows.new_empty((rows.shape[0] * _group(group_name).size(), *rows.shape[1:]))
+
+
+@torch.library.custom_op("megatron_vla::reduce_scatter_rows", mutates_args=())
+def _reduce_scatter_rows(rows: Tensor, group_name: str) -> Tensor:
+    """[R * size, H], different on every rank -> this rank's [R, H] of their sum."""
+    group = _group(group_name)
+    own = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
+    dist.reduce_scatter_tensor(own, rows.contiguous(), group=group)
+    return own
+
+
+@_reduce_scatter_rows.register_fake
+def _(rows: Tensor, group_name: str) -> Tensor:
+    return rows.new_empty((rows.shape[0] // _group(group_name).size(), *rows.shape[1:]))
+
+
+@torch.library.custom_op("megatron_vla::sum_over_group", mutates_args=())
+def _sum_over_group(values: Tensor, group_name: str) -> Tensor:
+    """The sum of all ranks' values. A copy: other branches of the graph may share the addend."""
+    total = values.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=_group(group_name))
+    return total
+
+
+@_sum_over_group.register_fake
+def _(values: Tensor, group_name: str) -> Tensor:
+    return torch.empty_like(values, memory_format=torch.contiguous_format)
+
+
+def _own_rows(rows: Tensor, group: Any) -> Tensor:
+    """This rank's share of rows that every rank holds."""
+    return rows.chunk(group.size())[group.rank()].contiguous()
 
 
 def padded_rows(tokens: Tensor, size: int) -> Tensor:
@@ -38,22 +85,80 @@ def padded_rows(tokens: Tensor, size: int) -> Tensor:
 
 
 class _SumGradient(torch.autograd.Function):
-    """Identity whose gradient is summed over the group.
-
-    megatron-core's own (copy_to_tensor_model_parallel_region) reduces the incoming gradient in place, which other branches of
-    the graph may share, and loses the sum of a non-contiguous one. The copy here costs far less than the reduction.
-    """
+    """Identity whose gradient is summed over the group."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
-        ctx.group = group
+        ctx.group_name = group.group_name
         return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        summed = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=ctx.group)
-        return summed, None
+        return _sum_over_group(gradient, ctx.group_name), None
+
+
+class _GatherRows(torch.autograd.Function):
+    """All ranks' rows. Their gradient is this rank's share: of the sum over the ranks, or of one that every rank has whole."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any, sum_gradient: bool) -> Tensor:
+        ctx.group, ctx.group_name, ctx.sum_gradient = group, group.group_name, sum_gradient
+        return _all_gather_rows(rows, ctx.group_name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        own = _reduce_scatter_rows(gradient, ctx.group_name) if ctx.sum_gradient else _own_rows(gradient, ctx.group)
+        return own, None, None
+
+
+class _SumPartial(torch.autograd.Function):
+    """The sum over the ranks; its gradient, which every rank computes whole, is the gradient of each part."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: Any) -> Tensor:
+        return _sum_over_group(partial, group.group_name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+class _SumRows(torch.autograd.Function):
+    """This rank's share of the sum over the ranks; its gradient is every rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
+        ctx.group_name = group.group_name
+        return _reduce_scatter_rows(rows, ctx.group_name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _all_gather_rows(gradient, ctx.group_name), None
+
+
+class _SplitRows(torch.autograd.Function):
+    """This rank's share of rows that every rank holds; its gradient is every rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
+        ctx.group_name = group.group_name
+        return _own_rows(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _all_gather_rows(gradient, ctx.group_name), None
+
+
+def sum_partial(partial: Tensor, tensor_parallel: TensorParallel) -> Tensor:
+    """What a row-parallel matrix gives on each rank -> residual stream.
+
+    [..., H] -> the same shape, or under sequence parallelism [R * size, H] -> [R, H].
+    """
+    if tensor_parallel.size == 1:
+        return partial
+    function = _SumRows if tensor_parallel.sequence_parallel else _SumPartial
+    summed: Tensor = function.apply(partial, tensor_parallel.group)
+    return summed
 
 
 def stream_shape(num_samples: int, num_tokens: int, width: int, tensor_parallel: TensorParallel) -> tuple[int, ...]:
@@ -68,7 +173,7 @@ def split_rows(tokens_BSH: Tensor, tensor_parallel: TensorParallel) -> Tensor:
     if not tensor_parallel.sequence_parallel:
         return tokens_BSH
     rows = padded_rows(tokens_BSH, tensor_parallel.size)
-    return _mappings().scatter_to_sequence_parallel_region(rows, group=tensor_parallel.group)
+    return _SplitRows.apply(rows, tensor_parallel.group)
 
 
 def gather_rows(stream: Tensor, tensor_parallel: TensorParallel) -> Tensor:
@@ -81,7 +186,7 @@ def gather_rows(stream: Tensor, tensor_parallel: TensorParallel) -> Tensor:
         return stream
     if not tensor_parallel.sequence_parallel:
         return _SumGradient.apply(stream, tensor_parallel.group)
-    return _mappings().gather_from_sequence_parallel_region(stream, group=tensor_parallel.group)
+    return _GatherRows.apply(stream, tensor_parallel.group, True)
 
 
 def gather_samples(stream: Tensor, num_tokens: int, tensor_parallel: TensorParallel) -> Tensor:
@@ -97,10 +202,7 @@ def join_samples(stream: Tensor, num_tokens: int, tensor_parallel: TensorParalle
     """Residual stream -> tokens [B, S, H] for computation that every rank repeats (its gradient is complete, not summed)."""
     if not tensor_parallel.sequence_parallel:
         return stream
-    rows = _mappings().gather_from_sequence_parallel_region(
-        stream, tensor_parallel_output_grad=False, group=tensor_parallel.group
-    )
-    return _samples(rows, num_tokens)
+    return _samples(_GatherRows.apply(stream, tensor_parallel.group, False), num_tokens)
 
 
 def _samples(rows: Tensor, num_tokens: int) -> Tensor:

@@ -26,14 +26,14 @@ class Compiled:
     events: list[str]
 
 
-def train(rank: int, flags: list[str], count: int) -> Compiled:
-    """`count` steps; --compile traces and differentiates as inductor does, without generating code."""
+def train(rank: int, flags: list[str], count: int, backend: str = "aot_eager") -> Compiled:
+    """`count` steps. By default --compile traces and differentiates as inductor does, without generating code."""
     torch._dynamo.reset()
     counters.clear()
     config = tiny_config(*flags)
     groups = initialize(config.parallel, quiet=True)
     events: list[str] = []
-    with mock.patch.object(compile_optimization, "BACKEND", "aot_eager"):
+    with mock.patch.object(compile_optimization, "BACKEND", backend):
         run = build_run(config, groups)
         losses, _ = steps(run, count - 1, groups.world_size)
         record_reductions(run, events)

@@ -77,6 +77,12 @@ def test_bf16_on_two_gpus_follows_one(two: WorkerPool, name: str) -> None:
     assert_like_one_gpu(two, ON_TWO[name], "--bf16", relative=1e-2)
 
 
+@pytest.mark.parametrize("name", ["tp2_sp", "dp2"])
+def test_compiled_bf16_on_two_gpus_follows_one(two: WorkerPool, name: str) -> None:
+    limited = ("--data-parallel-sms", "4") if name == "dp2" else ()
+    assert_like_one_gpu(two, (*ON_TWO[name], *limited), "--bf16", "--compile", "--merge-projections", relative=1e-2)
+
+
 @pytest.mark.parametrize("name", ["dp2_zero1", "dp2_fsdp2", "tp2_sp"])
 @pytest.mark.parametrize("precision", [(), ("--autocast-bf16",)], ids=["fp32", "autocast"])
 def test_groot_with_a_frozen_bf16_backbone_on_two_gpus_follows_one(

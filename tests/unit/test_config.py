@@ -132,6 +132,8 @@ def test_a_healthy_command_line_has_no_errors() -> None:
         ),
         (["--overlap-param-gather"], "--overlap-param-gather", "add --use-distributed-optimizer --overlap-grad-reduce"),
         (["--ddp-bucket-size", "100"], "--ddp-bucket-size", "add --overlap-grad-reduce"),
+        (["--data-parallel-sms", "4"], "--data-parallel-sms", "add --overlap-grad-reduce"),
+        (["--overlap-grad-reduce", "--data-parallel-sms", "33"], "--data-parallel-sms", "not 1 ... 32"),
         (["--fsdp-replicate-size", "1"], "--fsdp-replicate-size", "drop it"),
         (["--data-parallel-strategy", "fsdp2", "--fsdp-replicate-size", "2"], "--fsdp-replicate-size", "does not divide"),
         (["--bf16", "--data-parallel-strategy", "torch_ddp"], "--data-parallel-strategy", "--no-accumulate-allreduce"),
