@@ -308,6 +308,31 @@ def test_no_gl_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> 
         rendering.choose_backend()
 
 
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "device"),
+    [("", None, None), ("", "3", "3"), ("5", None, "5"), ("4, 6", "1", "6"), ("4,6", "2", None), ("GPU-8d1b,1", "1", None)],
+)
+def test_simulators_render_on_the_process_own_gpu(visible: str, local_rank: str | None, device: str | None) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": visible} | ({"LOCAL_RANK": local_rank} if local_rank else {})
+    assert rendering.egl_device(environment) == device
+
+
+@pytest.mark.parametrize("renders", [True, False])
+def test_a_gpu_that_does_not_render_is_not_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, renders: bool) -> None:
+    for name, value in (("MUJOCO_GL", "egl"), ("CUDA_VISIBLE_DEVICES", "5")):
+        monkeypatch.setenv(name, value)
+    for name in (rendering.EGL_VENDOR_VARIABLE, rendering.EGL_DEVICE_VARIABLE):
+        monkeypatch.setenv(name, "")  # what the calls set is taken back afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(rendering, "nvidia_vendor_file", lambda: tmp_path)
+    fails = None if renders else "no display"
+    monkeypatch.setattr(
+        rendering, "probe_backend", lambda backend: fails if rendering.EGL_DEVICE_VARIABLE in os.environ else None
+    )
+    assert rendering.choose_backend() == "egl"
+    assert os.environ.get(rendering.EGL_DEVICE_VARIABLE) == ("5" if renders else None)
+
+
 def test_every_task_has_an_expert_and_an_instruction() -> None:
     policies = pytest.importorskip("metaworld.policies")
     assert set(INSTRUCTIONS) == set(policies.ENV_POLICY_MAP)

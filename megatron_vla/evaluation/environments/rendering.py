@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ BACKENDS = ("egl", "osmesa")
 
 EGL_VENDOR_VARIABLE = "__EGL_VENDOR_LIBRARY_FILENAMES"
 NVIDIA_EGL = "libEGL_nvidia.so.0"
+EGL_DEVICE_VARIABLE = "MUJOCO_EGL_DEVICE_ID"
 
 INSTALL_HINT = "install one, for example on Debian or Ubuntu: apt-get install -y libegl1 libgl1-mesa-dri   (or: libosmesa6)"
 
@@ -66,29 +68,62 @@ def nvidia_vendor_file() -> Path | None:
     return path
 
 
+def egl_device(environment: Mapping[str, str]) -> str | None:
+    """Number of this process's own GPU for MuJoCo, which otherwise renders on the machine's first; None where nothing says so.
+
+    EGL numbers all GPUs of the machine, whatever CUDA_VISIBLE_DEVICES hides.
+    """
+    visible = [entry.strip() for entry in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
+    local_rank = environment.get("LOCAL_RANK")
+    if not visible:
+        return local_rank
+    if not all(entry.isdecimal() for entry in visible):
+        return None  # names of GPUs or of their parts
+    rank = int(local_rank or 0)
+    return visible[rank] if rank < len(visible) else None
+
+
 def use_nvidia_egl() -> bool:
     """Point EGL (of this process and its children) at the GPU when it renders there; the user's own setting is left alone."""
     if EGL_VENDOR_VARIABLE in os.environ or (path := nvidia_vendor_file()) is None:
         return False
-    os.environ[EGL_VENDOR_VARIABLE] = str(path)
+    return _renders_with(EGL_VENDOR_VARIABLE, str(path))
+
+
+def use_own_gpu() -> bool:
+    """Point EGL at this process's own GPU when it renders there; the user's own setting is left alone."""
+    device = egl_device(os.environ)
+    if EGL_DEVICE_VARIABLE in os.environ or device is None or nvidia_vendor_file() is None:
+        return False
+    # A container may number its GPUs in another way: any of them is better than none.
+    return _renders_with(EGL_DEVICE_VARIABLE, device)
+
+
+def _renders_with(variable: str, value: str) -> bool:
+    """Set the variable if EGL renders with it."""
+    os.environ[variable] = value
     if probe_backend("egl") is None:
         return True
-    del os.environ[EGL_VENDOR_VARIABLE]
+    del os.environ[variable]
     return False
 
 
 def choose_backend() -> str:
     """The GL library for MUJOCO_GL: the user's own setting if there is one, else the first candidate that renders.
 
-    EGL is sent to an NVIDIA GPU where one renders. Raises ValueError with every candidate's own message when nothing renders.
+    EGL is sent to an NVIDIA GPU where one renders, to this process's own if that is known. Raises ValueError with every
+    candidate's own message when nothing renders.
     """
     asked = os.environ.get("MUJOCO_GL")
     if asked in (None, "egl") and use_nvidia_egl():
+        use_own_gpu()
         return "egl"
     failures = {}
     for backend in (asked,) if asked else BACKENDS:
         failure = probe_backend(backend)
         if failure is None:
+            if backend == "egl":
+                use_own_gpu()
             return backend
         failures[backend] = failure
     tried = "; ".join(f"MUJOCO_GL={name}: {message}" for name, message in failures.items())
