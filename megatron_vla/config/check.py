@@ -164,6 +164,25 @@ def _data_parallel(config: RunConfig, world_size: int) -> Iterator[Finding]:
             f"--{'' if parallel.overlap_grad_reduce else 'no-'}overlap-grad-reduce",
             "add --overlap-grad-reduce (megatron_ddp or torch_ddp), or drop it",
         )
+    if not parallel.gradient_buffers:
+        for what, prevents, way_out in (
+            (strategy, strategy != "megatron_ddp", "--data-parallel-strategy megatron_ddp"),
+            ("--use-distributed-optimizer", parallel.use_distributed_optimizer, "--no-use-distributed-optimizer"),
+            ("pipeline stages", parallel.pipeline_model_parallel_size > 1, "--pipeline-model-parallel-size 1"),
+            ("--expert-stream", config.optimization.expert_stream, "--no-expert-stream"),
+            (
+                "fp32 sums of a bf16 model's gradients",
+                config.model.bf16 and parallel.accumulate_allreduce_grads_in_fp32,
+                "--no-accumulate-allreduce-grads-in-fp32",
+            ),
+            (
+                "several micro-batches per step",
+                config.num_microbatches(world_size) > 1,
+                f"--global-batch-size {config.training.micro_batch_size * config.data_parallel_size(world_size)}",
+            ),
+        ):
+            if prevents:
+                yield error("--no-gradient-buffers", f"does not work with {what}", f"use {way_out}, or drop it")
     sms = parallel.data_parallel_sms
     if sms is not None and not (parallel.overlap_grad_reduce and strategy == "megatron_ddp"):
         yield error(

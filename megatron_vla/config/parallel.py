@@ -44,6 +44,10 @@ class ParallelConfig:
     ddp_bucket_size: int | None = None
     """Elements per bucket with --overlap-grad-reduce. Not set: megatron_ddp 40 million or more, torch_ddp 25 MiB."""
 
+    gradient_buffers: bool = True
+    """Copy gradients into contiguous buffers to reduce them (off: reduce them where backward leaves them, which saves the copy
+    and the buffers; for one micro-batch per step, without fp32 accumulation of bf16)."""
+
     data_parallel_sms: int | None = None
     """Multiprocessors for the reductions of --overlap-grad-reduce; matrix products leave them free. Not set: reductions take
     up to 32, and products wait for them."""

@@ -329,4 +329,8 @@ def _wrapped(
         return ShardedMegatronDataParallel(module, parallel, groups)
     if groups.world_size == 1 and num_microbatches == 1:
         return DirectGradients(module, groups)
+    if not parallel.gradient_buffers:
+        from megatron_vla.parallel.unbuffered import UnbufferedDataParallel
+
+        return UnbufferedDataParallel(module, parallel, groups)
     return MegatronDataParallel(module, parallel, groups)

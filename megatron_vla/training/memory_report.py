@@ -24,12 +24,13 @@ USABLE_SHARE = 0.92
 def state_bytes(module: nn.Module, data_parallel_size: int, config: RunConfig) -> int:
     """Weights, gradients, fp32 main parameters, two moments and the average, as far as this rank holds them."""
     shards = data_parallel_size if config.parallel.use_distributed_optimizer else 1
+    # Buffers of several ranks or micro-batches add up in fp32.
+    has_buffers = data_parallel_size > 1 and config.parallel.gradient_buffers
+    is_direct = not has_buffers and config.num_microbatches(data_parallel_size) == 1
     total = 0
     for parameter in module.parameters():
         total += parameter.numel() * parameter.element_size()
         if parameter.requires_grad:
-            # Buffers of several ranks or micro-batches add up in fp32.
-            is_direct = data_parallel_size == 1 and config.num_microbatches(data_parallel_size) == 1
             total += parameter.numel() * (parameter.element_size() if is_direct else 4)
             copies = 2 + (parameter.element_size() < 4) + (config.optimizer.ema_decay is not None)
             total += parameter.numel() * 4 * copies // shards

@@ -14,6 +14,7 @@ from training_fixtures import build_run, tiny_config
 
 from megatron_vla.parallel.data_parallel import wrap
 from megatron_vla.parallel.groups import initialize, shut_down
+from megatron_vla.parallel.unbuffered import UnbufferedDataParallel
 from megatron_vla.training.loop import TrainingRun
 from megatron_vla.training.optimizer import AdamW
 from megatron_vla.training.state_shard import StateShard
@@ -188,6 +189,15 @@ def order_of_events(rank: int, flags: list[str]) -> list[str]:
             events.append("reduce async" if options.get("async_op") else "reduce")
             return scatter(*arguments, **options)
 
+        model: Any = run.runner.model
+        if isinstance(model, UnbufferedDataParallel):
+            start_next = model._start_next
+
+            def start() -> None:
+                events.append("reduce async")
+                start_next()
+
+            model._start_next = start  # type: ignore[method-assign]
         with noting("all_reduce"), mock.patch.object(param_and_grad_buffer, "dist_reduce_scatter_func", reduce_scatter):
             steps(run, 1, run.groups.world_size)
         return events
@@ -227,3 +237,24 @@ def train_reading_a_weight_from_outside(rank: int, overlap: bool) -> list[float]
         losses.append(float(loss.detach()))
     shut_down()
     return losses
+
+
+def reduce_what_ranks_reach_differently(rank: int) -> dict[str, list[float]]:
+    """The first element of every layer's summed gradient, in two steps."""
+    config = tiny_config("--no-gradient-buffers", "--overlap-grad-reduce", "--ddp-bucket-size", "1")
+    groups = initialize(config.parallel, quiet=True)
+    layers = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1, bias=False) for name in ("first", "second", "third")})
+    model = wrap(layers, config.parallel, groups, num_microbatches=1)
+    found: dict[str, list[float]] = {name: [] for name in layers}
+    for step in range(2):
+        order = ["first", "second", "third"] if step == 0 or rank == 0 else ["second", "first"]
+        model.zero_gradients()
+        # The gradient of each weight is rank + 1 in the first step, and 1 in the second.
+        scale = torch.tensor(float(rank + 1 if step == 0 else 1))
+        for name in order:
+            (layers[name].weight.sum() * scale).backward()
+        model.finish_gradients()
+        for name, layer in layers.items():
+            found[name].append(float(layer.weight.grad))
+    shut_down()
+    return found

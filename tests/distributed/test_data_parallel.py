@@ -74,6 +74,8 @@ def test_single_process_micro_batches(tmp_path: Path, reference: Any) -> None:
         ("--micro-batch-size", "2", "--data-parallel-strategy", "torch_ddp"),
         ("--micro-batch-size", "1", "--overlap-grad-reduce"),
         ("--micro-batch-size", "4", "--overlap-grad-reduce", "--num-workers", "1"),
+        ("--micro-batch-size", "4", "--no-gradient-buffers"),
+        ("--micro-batch-size", "4", "--no-gradient-buffers", "--overlap-grad-reduce", "--ddp-bucket-size", "3000"),
     ],
     ids=" ".join,
 )

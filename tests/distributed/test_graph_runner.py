@@ -12,6 +12,7 @@ SHARDED = (*OVERLAPPED, "--use-distributed-optimizer", "--overlap-param-gather")
 MORE_LAYOUTS = {
     "dp2": (),
     "dp2_overlap": OVERLAPPED,
+    "dp2_unbuffered": (*OVERLAPPED, "--no-gradient-buffers", "--micro-batch-size", "4"),
     "dp2_zero1": ("--use-distributed-optimizer",),
     "tp2_sp": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
 }

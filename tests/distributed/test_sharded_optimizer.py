@@ -86,6 +86,20 @@ def test_torch_ddp_is_megatron_ddp(pool: WorkerPool, plain: Trained) -> None:
     assert_bitwise(train(pool, "--data-parallel-strategy", "torch_ddp", *BUCKETS), plain)
 
 
+@pytest.mark.parametrize("precision", [(), ("--bf16", "--no-accumulate-allreduce-grads-in-fp32")], ids=" ".join)
+def test_without_gradient_buffers_bit_for_bit(pool: WorkerPool, precision: tuple[str, ...]) -> None:
+    one_pass = ("--micro-batch-size", "4", *precision)
+    expected = train(pool, *one_pass)
+    assert_bitwise(train(pool, *one_pass, "--no-gradient-buffers", *BUCKETS), expected)
+
+
+def test_ranks_without_gradient_buffers_reduce_alike_whatever_they_reach(pool: WorkerPool) -> None:
+    """In the second step one rank uses its layers in another order and leaves one out."""
+    expected, *found = [outcome.value for outcome in pool.run("reduce_what_ranks_reach_differently")]
+    assert found == [expected]
+    assert expected == {"first": [3.0, 2.0], "second": [3.0, 2.0], "third": [3.0, 1.0]}
+
+
 def test_a_weight_read_without_calling_its_module_is_not_stale(pool: WorkerPool) -> None:
     at_once = [o.value for o in pool.run("train_reading_a_weight_from_outside", False)]
     overlapped = [o.value for o in pool.run("train_reading_a_weight_from_outside", True)]
@@ -139,3 +153,11 @@ def test_four_processes_equal_one(alone: Trained) -> None:
             assert found.owned_fraction == pytest.approx(0.25 if "--use-distributed-optimizer" in extra else 0.5, abs=0.02)
     finally:
         workers.close()
+
+
+def test_reductions_without_buffers_start_before_backward_ends(pool: WorkerPool) -> None:
+    flags = [*FLAGS, "--micro-batch-size", "4", "--no-gradient-buffers", *BUCKETS]
+    for outcome in pool.run("order_of_events", flags):
+        events = outcome.value
+        assert events[: events.index("last gradient")].count("reduce async") >= 10
+        assert events[-1] == "finish"

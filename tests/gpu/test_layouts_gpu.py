@@ -24,6 +24,7 @@ FLAGS = ("--global-batch-size", "16", "--prompt-padding", "max", "--clip-grad", 
 TENSOR, PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 ON_TWO = {
     "dp2": ("--overlap-grad-reduce",),
+    "dp2_unbuffered": ("--overlap-grad-reduce", "--no-gradient-buffers", "--micro-batch-size", "8"),
     "dp2_torch": ("--data-parallel-strategy", "torch_ddp"),
     "dp2_zero1": ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
     "dp2_fsdp2": ("--data-parallel-strategy", "fsdp2"),
@@ -77,10 +78,11 @@ def test_bf16_on_two_gpus_follows_one(two: WorkerPool, name: str) -> None:
     assert_like_one_gpu(two, ON_TWO[name], "--bf16", relative=1e-2)
 
 
-@pytest.mark.parametrize("name", ["tp2_sp", "dp2"])
+@pytest.mark.parametrize("name", ["tp2_sp", "dp2_unbuffered"])
 def test_compiled_bf16_on_two_gpus_follows_one(two: WorkerPool, name: str) -> None:
-    limited = ("--data-parallel-sms", "4") if name == "dp2" else ()
-    assert_like_one_gpu(two, (*ON_TWO[name], *limited), "--bf16", "--compile", "--merge-projections", relative=1e-2)
+    limited = ("--data-parallel-sms", "4") if name == "dp2_unbuffered" else ()
+    in_bf16 = ("--bf16", "--no-accumulate-allreduce-grads-in-fp32")
+    assert_like_one_gpu(two, (*ON_TWO[name], *limited), *in_bf16, "--compile", "--merge-projections", relative=1e-2)
 
 
 @pytest.mark.parametrize("name", ["dp2_zero1", "dp2_fsdp2", "tp2_sp"])

@@ -132,6 +132,8 @@ def test_a_healthy_command_line_has_no_errors() -> None:
         ),
         (["--overlap-param-gather"], "--overlap-param-gather", "add --use-distributed-optimizer --overlap-grad-reduce"),
         (["--ddp-bucket-size", "100"], "--ddp-bucket-size", "add --overlap-grad-reduce"),
+        (["--bf16", "--no-gradient-buffers"], "--no-gradient-buffers", "--no-accumulate-allreduce-grads-in-fp32"),
+        (["--no-gradient-buffers", "--global-batch-size", "64"], "--no-gradient-buffers", "several micro-batches"),
         (["--data-parallel-sms", "4"], "--data-parallel-sms", "add --overlap-grad-reduce"),
         (["--overlap-grad-reduce", "--data-parallel-sms", "33"], "--data-parallel-sms", "not 1 ... 32"),
         (["--fsdp-replicate-size", "1"], "--fsdp-replicate-size", "drop it"),
