@@ -63,7 +63,7 @@ class LoopConfig:
     tasks: tuple[str, ...] = ()
     """Only these tasks. None: all of the suite."""
 
-    episodes_per_task: int = 100
+    episodes_per_task: int = 150
     """Demonstrations of each task."""
 
     image_size: int | None = None
@@ -84,10 +84,10 @@ class LoopConfig:
     action_horizon: int = 16
     """Actions per prediction; half of them are executed."""
 
-    micro_batch_size: int = 192
+    micro_batch_size: int = 128
     """Samples per step."""
 
-    lr: float = 5e-4
+    lr: float = 8e-4
     """Peak learning rate."""
 
     train_seconds: float = 240.0

@@ -47,6 +47,8 @@ from megatron_vla.file_lock import alone_in
 
 RECORDING_FILE = "meta/recording.json"
 MAX_ATTEMPTS = 20
+# Then an episode that was to have noise is recorded without.
+NOISY_ATTEMPTS = 15
 # Episodes that one process records with one simulator before it hands them over: bounds memory at a few hundred MB.
 EPISODES_PER_JOB = 4
 
@@ -185,10 +187,12 @@ def attempt_episode(
     environment: Environment, task: TaskSpec, config: RecordingConfig, number: int, attempt: int
 ) -> Episode | None:
     """Play the expert once; None when it did not succeed within --max-steps."""
-    words = (config.seed, zlib.crc32(task.name.encode()), number, attempt)
-    random = np.random.default_rng(np.random.SeedSequence(words))
+    words = (config.seed, zlib.crc32(task.name.encode()), number)
+    random = np.random.default_rng(np.random.SeedSequence((*words, attempt)))
     environment_seed = int(random.integers(2**31))
-    noisy = bool(random.random() < config.noise_fraction)
+    # Drawn once per episode: drawn per attempt, hard tasks, whose noisy attempts fail, would end with half the noise asked for.
+    is_drawn = bool(np.random.default_rng(np.random.SeedSequence(words)).random() < config.noise_fraction)
+    noisy = is_drawn and attempt < NOISY_ATTEMPTS
     observation = environment.reset(Trial(task=task.name, index=number, seed=environment_seed))
     observations, actions = [], []
     cameras = cameras_of(config, environment_backend(config.environment))

@@ -254,6 +254,17 @@ def test_noise_is_executed_and_the_clean_action_recorded() -> None:
     assert not noise[:, 3].any()
 
 
+def test_hard_tasks_keep_their_share_of_noise() -> None:
+    """Failed attempts draw goals and noise anew, but not whether there is noise; the last ones have none."""
+    config = dataclasses.replace(CONFIG, noise_fraction=0.5)
+    noisy = np.array([
+        [attempt_episode(FakeEnvironment(), TASK, config, number, attempt).noisy for attempt in (0, 7, 14, 15, 19)]  # type: ignore
+        for number in range(100)
+    ])  # fmt: skip
+    assert 35 <= noisy[:, 0].sum() <= 65
+    assert (noisy[:, :3] == noisy[:, :1]).all() and not noisy[:, 3:].any()
+
+
 def test_recording_stops_some_steps_after_success_and_drops_failures() -> None:
     episode = attempt_episode(FakeEnvironment(), TASK, CONFIG, 0, 0)  # type: ignore[arg-type]
     assert episode is not None and len(episode.actions_TA) == 5 + CONFIG.steps_after_success and not episode.noisy
