@@ -191,8 +191,8 @@ def attempt_episode(
     random = np.random.default_rng(np.random.SeedSequence((*words, attempt)))
     environment_seed = int(random.integers(2**31))
     # Drawn once per episode: drawn per attempt, hard tasks, whose noisy attempts fail, would end with half the noise asked for.
-    is_drawn = bool(np.random.default_rng(np.random.SeedSequence(words)).random() < config.noise_fraction)
-    noisy = is_drawn and attempt < NOISY_ATTEMPTS
+    of_episode = np.random.default_rng(np.random.SeedSequence((*words, MAX_ATTEMPTS)))  # no attempt's own stream
+    noisy = bool(of_episode.random() < config.noise_fraction) and attempt < NOISY_ATTEMPTS
     observation = environment.reset(Trial(task=task.name, index=number, seed=environment_seed))
     observations, actions = [], []
     cameras = cameras_of(config, environment_backend(config.environment))

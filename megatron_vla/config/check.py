@@ -164,6 +164,7 @@ def _data_parallel(config: RunConfig, world_size: int) -> Iterator[Finding]:
             f"--{'' if parallel.overlap_grad_reduce else 'no-'}overlap-grad-reduce",
             "add --overlap-grad-reduce (megatron_ddp or torch_ddp), or drop it",
         )
+    samples = config.training.micro_batch_size * config.data_parallel_size(world_size)
     if not parallel.gradient_buffers:
         for what, prevents, way_out in (
             (strategy, strategy != "megatron_ddp", "--data-parallel-strategy megatron_ddp"),
@@ -175,10 +176,12 @@ def _data_parallel(config: RunConfig, world_size: int) -> Iterator[Finding]:
                 config.model.bf16 and parallel.accumulate_allreduce_grads_in_fp32,
                 "--no-accumulate-allreduce-grads-in-fp32",
             ),
+            # Sums over one sample are views: what is reduced in place could be a gradient that backward goes on with.
+            ("one sample per micro-batch", config.training.micro_batch_size == 1, "--micro-batch-size 2"),
             (
                 "several micro-batches per step",
-                config.num_microbatches(world_size) > 1,
-                f"--global-batch-size {config.training.micro_batch_size * config.data_parallel_size(world_size)}",
+                samples >= 1 and config.global_batch_size(world_size) > samples,
+                f"--global-batch-size {samples}",
             ),
         ):
             if prevents:

@@ -330,6 +330,8 @@ def _wrapped(
     if groups.world_size == 1 and num_microbatches == 1:
         return DirectGradients(module, groups)
     if not parallel.gradient_buffers:
+        if num_microbatches not in (None, 1):
+            raise ValueError(f"--no-gradient-buffers: {num_microbatches} micro-batches per step add up, which needs buffers")
         from megatron_vla.parallel.unbuffered import UnbufferedDataParallel
 
         return UnbufferedDataParallel(module, parallel, groups)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron_vla.config.parallel import ParallelConfig
 from megatron_vla.findings import CheckError, Finding, error, raise_errors
 from megatron_vla.parallel.cpu import install_cpu_shims
-from megatron_vla.parallel.multiprocessors import communicator_config, leave_free
+from megatron_vla.parallel.multiprocessors import communicator_config, leave_free, use_all_again
 from megatron_vla.parallel.startup import RankPlace, duplicate_device_findings, place_table, self_test
 
 
@@ -245,6 +245,7 @@ def shut_down() -> None:
     """Leave every group; a later `initialize` in the same process starts clean."""
     from megatron.core import parallel_state
 
+    use_all_again()
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 A matrix product starts one block on every multiprocessor (132 on an H200) and is over when the last block is. NCCL's blocks, up
 to 32, hold theirs as long as a reduction lasts, so that the product's last blocks start when its first ones end: on two H200
-and with Pi0.5's 6.5 GB of bf16 gradients, 53 ms of reductions made the products of a step 21 ms longer (366 -> 388 ms). With
+and with Pi0.5's 6.5 GB of bf16 gradients, 53 ms of reductions made the products of a step 21 ms longer. With
 few blocks a reduction lasts longer, which backward hides, and products that leave them free never wait.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 
@@ -34,6 +35,9 @@ def communicator_config(parallel: ParallelConfig) -> Iterator[str | None]:
         yield file.name
 
 
+_usual_library: list[object] = []
+
+
 def leave_free(parallel: ParallelConfig, data_parallel_size: int) -> None:
     """Let this process's matrix products use all multiprocessors but those of --data-parallel-sms. No effect without a GPU.
 
@@ -41,4 +45,12 @@ def leave_free(parallel: ParallelConfig, data_parallel_size: int) -> None:
     """
     if parallel.data_parallel_sms is not None and data_parallel_size > 1 and torch.cuda.is_available():
         torch._C._set_sm_carveout_experimental(parallel.data_parallel_sms)
+        _usual_library.append(torch.backends.cuda.preferred_blas_library())
         torch.backends.cuda.preferred_blas_library("cublaslt")
+
+
+def use_all_again() -> None:
+    """Undo `leave_free`."""
+    if _usual_library:
+        torch._C._set_sm_carveout_experimental(None)
+        torch.backends.cuda.preferred_blas_library(cast(Any, _usual_library.pop()))

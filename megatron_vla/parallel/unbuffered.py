@@ -7,6 +7,8 @@ what it buys, few large collectives, NCCL's groups give as well: one kernel redu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -19,15 +21,15 @@ from megatron_vla.parallel.data_parallel import DirectGradients, named_parts
 from megatron_vla.parallel.groups import ParallelGroups
 from megatron_vla.parallel.partial_gradients import PartialSums, norm_scope
 
-# Elements: as large as megatron-core's buckets.
+# Elements: as small as megatron-core's buckets can be.
 BUCKET_SIZE = 40_000_000
 
 
 class UnbufferedDataParallel(DirectGradients):
     """Buckets of gradients in the order in which backward makes them, each reduced when all of it and all before it is there.
 
-    The order is that of the first step on the group's first rank, so that all ranks reduce the same tensors in the same order
-    whatever their batches reach; what one does not reach counts as zero.
+    The order is that of the first backward pass on the group's first rank, so that all ranks reduce the same tensors in the
+    same order whatever their batches reach; what one does not reach counts as zero.
     """
 
     def __init__(self, module: nn.Module, parallel: ParallelConfig, groups: ParallelGroups):
@@ -48,16 +50,29 @@ class UnbufferedDataParallel(DirectGradients):
         self._missing: list[int] = []
         self._num_started = 0
         self._works: list[Any] = []
+        self._is_last = True
         for parameter in self._live:
             parameter.register_post_accumulate_grad_hook(self._note)
 
     def zero_gradients(self) -> None:
         """Drop the gradients; backward sets them anew."""
         super().zero_gradients()
+        self._works.clear()
         self._num_started = 0
         self._missing = [len(bucket) for bucket in self._buckets]
 
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """A pass that is not its step's last starts nothing: the search for a number that is not finite is such a pass."""
+        self._is_last = is_last
+        try:
+            yield
+        finally:
+            self._is_last = True
+
     def _note(self, parameter: nn.Parameter) -> None:
+        if not self._is_last:
+            return
         if not self._buckets:
             self._arrived.append(parameter)
         elif self._overlap:
@@ -86,7 +101,8 @@ class UnbufferedDataParallel(DirectGradients):
         self._partial.complete()
 
     def _agree_on_buckets(self) -> None:
-        """End of the first step, on all ranks of the run."""
+        """End of the first pass, on all ranks of the run."""
+        _refuse_shared_memory(self._live)
         place = {parameter: index for index, parameter in enumerate(self._live)}
         orders: list[Any] = [None] * self._groups.world_size
         dist.all_gather_object(orders, [place[parameter] for parameter in self._arrived], group=self._groups.host_group)
@@ -105,6 +121,14 @@ def _buckets(parameters: list[nn.Parameter], bucket_size: int) -> Iterator[list[
         if sum(p.numel() for p in bucket) >= bucket_size:
             yield open_buckets.pop(parameter.dtype)
     yield from open_buckets.values()
+
+
+def _refuse_shared_memory(parameters: list[nn.Parameter]) -> None:
+    """What two gradients share would be summed twice."""
+    gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
+    ranges = sorted((g.data_ptr(), g.data_ptr() + g.numel() * g.element_size()) for g in gradients if g.numel())
+    if any(following[0] < stop for (_, stop), following in pairwise(ranges)):
+        raise ValueError("two parameters' gradients share memory: --no-gradient-buffers cannot reduce them; drop it")
 
 
 def _contiguous_gradient(parameter: nn.Parameter) -> Tensor:

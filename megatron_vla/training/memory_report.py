@@ -25,8 +25,9 @@ def state_bytes(module: nn.Module, data_parallel_size: int, config: RunConfig) -
     """Weights, gradients, fp32 main parameters, two moments and the average, as far as this rank holds them."""
     shards = data_parallel_size if config.parallel.use_distributed_optimizer else 1
     # Buffers of several ranks or micro-batches add up in fp32.
-    has_buffers = data_parallel_size > 1 and config.parallel.gradient_buffers
-    is_direct = not has_buffers and config.num_microbatches(data_parallel_size) == 1
+    world_size = data_parallel_size * config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    has_buffers = world_size > 1 and config.parallel.gradient_buffers
+    is_direct = not has_buffers and config.num_microbatches(world_size) == 1
     total = 0
     for parameter in module.parameters():
         total += parameter.numel() * parameter.element_size()

@@ -16,6 +16,7 @@ from megatron_vla.parallel.data_parallel import wrap
 from megatron_vla.parallel.groups import initialize, shut_down
 from megatron_vla.parallel.unbuffered import UnbufferedDataParallel
 from megatron_vla.training.loop import TrainingRun
+from megatron_vla.training.nonfinite import examine
 from megatron_vla.training.optimizer import AdamW
 from megatron_vla.training.state_shard import StateShard
 
@@ -247,14 +248,31 @@ def reduce_what_ranks_reach_differently(rank: int) -> dict[str, list[float]]:
     model = wrap(layers, config.parallel, groups, num_microbatches=1)
     found: dict[str, list[float]] = {name: [] for name in layers}
     for step in range(2):
-        order = ["first", "second", "third"] if step == 0 or rank == 0 else ["second", "first"]
+        order = [["first", "second", "third"], ["third", "second", "first"]][rank if step == 0 else 0]
+        if step == 1 and rank == 1:
+            order = ["second", "first"]
         model.zero_gradients()
-        # The gradient of each weight is rank + 1 in the first step, and 1 in the second.
-        scale = torch.tensor(float(rank + 1 if step == 0 else 1))
+        # Gradients are (rank + 1) * 1, 10, 100 in the first step, and 1, 10, 100 in the second.
         for name in order:
+            scale = 10.0 ** list(layers).index(name) * (rank + 1 if step == 0 else 1)
             (layers[name].weight.sum() * scale).backward()
         model.finish_gradients()
         for name, layer in layers.items():
             found[name].append(float(layer.weight.grad))
     shut_down()
     return found
+
+
+def search_for_a_nan_of_rank_1(rank: int, flags: list[str]) -> tuple[list[str], int]:
+    """What the diagnosis finds on this rank, and how many reductions it has started."""
+    with running(flags) as run:
+        groups = run.groups
+        steps(run, 1, groups.world_size)
+        batch = next(run.supply.iterator(8, groups.data_parallel_rank, groups.data_parallel_size, 1, False))
+        if rank == 1:
+            batch.actions_BTA[0, 0, 0] = float("nan")
+            batch.action_is_valid_BTA[:] = True
+        model: Any = run.runner.model
+        model.zero_gradients()
+        found = examine(run.runner.schedule, run.runner.family.forward_step, batch)
+        return found, model._num_started

@@ -94,10 +94,10 @@ def test_without_gradient_buffers_bit_for_bit(pool: WorkerPool, precision: tuple
 
 
 def test_ranks_without_gradient_buffers_reduce_alike_whatever_they_reach(pool: WorkerPool) -> None:
-    """In the second step one rank uses its layers in another order and leaves one out."""
+    """They use their layers in opposite orders; in the second step one leaves a layer out."""
     expected, *found = [outcome.value for outcome in pool.run("reduce_what_ranks_reach_differently")]
     assert found == [expected]
-    assert expected == {"first": [3.0, 2.0], "second": [3.0, 2.0], "third": [3.0, 1.0]}
+    assert expected == {"first": [3.0, 2.0], "second": [30.0, 20.0], "third": [300.0, 100.0]}
 
 
 def test_a_weight_read_without_calling_its_module_is_not_stale(pool: WorkerPool) -> None:
@@ -106,7 +106,16 @@ def test_a_weight_read_without_calling_its_module_is_not_stale(pool: WorkerPool)
     assert overlapped == at_once
 
 
-@pytest.mark.parametrize("extra", [(), OVERLAPPED], ids=" ".join)
+def test_the_search_for_a_nan_reduces_nothing_without_buffers(pool: WorkerPool) -> None:
+    flags = [*FLAGS, "--micro-batch-size", "4", "--no-gradient-buffers", *BUCKETS]
+    innocent, guilty = [outcome.value for outcome in pool.run("search_for_a_nan_of_rank_1", flags)]
+    assert innocent == ([], 0)
+    assert guilty[0] and guilty[1] == 0
+
+
+@pytest.mark.parametrize(
+    "extra", [(), OVERLAPPED, ("--micro-batch-size", "4", "--no-gradient-buffers", *BUCKETS)], ids=" ".join
+)
 def test_a_nan_on_one_rank_stops_the_state_of_all(pool: WorkerPool, extra: tuple[str, ...]) -> None:
     for outcome in pool.run("train_with_a_bad_step", [*FLAGS, *extra], 3):
         finite, stands_still = outcome.value

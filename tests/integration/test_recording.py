@@ -321,7 +321,15 @@ def test_no_gl_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     ("visible", "local_rank", "device"),
-    [("", None, None), ("", "3", "3"), ("5", None, "5"), ("4, 6", "1", "6"), ("4,6", "2", None), ("GPU-8d1b,1", "1", None)],
+    [
+        ("", None, None),
+        ("", "3", "3"),
+        ("5", None, "5"),
+        ("4, 6", "1", "6"),
+        ("4,6", "2", None),
+        ("5", "3", "5"),
+        ("GPU-8d1b,1", "1", None),
+    ],
 )
 def test_simulators_render_on_the_process_own_gpu(visible: str, local_rank: str | None, device: str | None) -> None:
     environment = {"CUDA_VISIBLE_DEVICES": visible} | ({"LOCAL_RANK": local_rank} if local_rank else {})

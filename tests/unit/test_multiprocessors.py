@@ -46,4 +46,8 @@ def test_products_leave_them_free_where_gradients_are_reduced(
     gpu: mock.MagicMock, limit: int | None, data_parallel_size: int, told: bool
 ) -> None:
     multiprocessors.leave_free(ParallelConfig(data_parallel_sms=limit), data_parallel_size)
-    assert gpu.mock_calls == ([mock.call.carveout(4), mock.call.library("cublaslt")] if told else [])
+    set_up = [mock.call.carveout(4), mock.call.library(), mock.call.library("cublaslt")]
+    assert gpu.mock_calls == (set_up if told else [])
+    gpu.reset_mock()
+    multiprocessors.use_all_again()
+    assert gpu.mock_calls == ([mock.call.carveout(None), mock.call.library(gpu.library.return_value)] if told else [])

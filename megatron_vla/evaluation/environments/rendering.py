@@ -79,6 +79,8 @@ def egl_device(environment: Mapping[str, str]) -> str | None:
         return local_rank
     if not all(entry.isdecimal() for entry in visible):
         return None  # names of GPUs or of their parts
+    if len(visible) == 1:
+        return visible[0]
     rank = int(local_rank or 0)
     return visible[rank] if rank < len(visible) else None
 
