@@ -50,6 +50,7 @@ def check(config: RunConfig, family: Any, world_size: int) -> list[Finding]:
         findings += _global_batch(config, world_size)
         findings += _pipeline(config, family, world_size)
         findings += _data_parallel(config, world_size)
+        findings += _gradient_buffers(config, world_size)
         findings += runner_findings(config, world_size)
     findings += _family_flags(config, family)
     own = family.check(config)
@@ -144,6 +145,34 @@ def _pipeline(config: RunConfig, family: Any, world_size: int) -> Iterator[Findi
         )
 
 
+def _gradient_buffers(config: RunConfig, world_size: int) -> Iterator[Finding]:
+    """What --no-gradient-buffers cannot be combined with."""
+    parallel = config.parallel
+    if parallel.gradient_buffers:
+        return
+    samples_per_pass = config.training.micro_batch_size * config.data_parallel_size(world_size)
+    strategy = parallel.data_parallel_strategy
+    for what, is_set, way_out in (
+        (strategy, strategy != "megatron_ddp", "--data-parallel-strategy megatron_ddp"),
+        ("--use-distributed-optimizer", parallel.use_distributed_optimizer, "--no-use-distributed-optimizer"),
+        ("pipeline stages", parallel.pipeline_model_parallel_size > 1, "--pipeline-model-parallel-size 1"),
+        (
+            "fp32 sums of a bf16 model's gradients",
+            config.model.bf16 and parallel.accumulate_allreduce_grads_in_fp32,
+            "--no-accumulate-allreduce-grads-in-fp32",
+        ),
+        # Sums over one sample are views: what is reduced in place could be a gradient that backward goes on with.
+        ("one sample per micro-batch", config.training.micro_batch_size == 1, "--micro-batch-size 2"),
+        (
+            "several micro-batches per step",
+            samples_per_pass >= 1 and config.global_batch_size(world_size) > samples_per_pass,
+            f"--global-batch-size {samples_per_pass}",
+        ),
+    ):
+        if is_set:
+            yield error("--no-gradient-buffers", f"does not work with {what}", f"use {way_out}, or drop it")
+
+
 def _data_parallel(config: RunConfig, world_size: int) -> Iterator[Finding]:
     """Rules of the data-parallel strategies."""
     parallel = config.parallel
@@ -164,28 +193,6 @@ def _data_parallel(config: RunConfig, world_size: int) -> Iterator[Finding]:
             f"--{'' if parallel.overlap_grad_reduce else 'no-'}overlap-grad-reduce",
             "add --overlap-grad-reduce (megatron_ddp or torch_ddp), or drop it",
         )
-    samples = config.training.micro_batch_size * config.data_parallel_size(world_size)
-    if not parallel.gradient_buffers:
-        for what, prevents, way_out in (
-            (strategy, strategy != "megatron_ddp", "--data-parallel-strategy megatron_ddp"),
-            ("--use-distributed-optimizer", parallel.use_distributed_optimizer, "--no-use-distributed-optimizer"),
-            ("pipeline stages", parallel.pipeline_model_parallel_size > 1, "--pipeline-model-parallel-size 1"),
-            ("--expert-stream", config.optimization.expert_stream, "--no-expert-stream"),
-            (
-                "fp32 sums of a bf16 model's gradients",
-                config.model.bf16 and parallel.accumulate_allreduce_grads_in_fp32,
-                "--no-accumulate-allreduce-grads-in-fp32",
-            ),
-            # Sums over one sample are views: what is reduced in place could be a gradient that backward goes on with.
-            ("one sample per micro-batch", config.training.micro_batch_size == 1, "--micro-batch-size 2"),
-            (
-                "several micro-batches per step",
-                samples >= 1 and config.global_batch_size(world_size) > samples,
-                f"--global-batch-size {samples}",
-            ),
-        ):
-            if prevents:
-                yield error("--no-gradient-buffers", f"does not work with {what}", f"use {way_out}, or drop it")
     sms = parallel.data_parallel_sms
     if sms is not None and not (parallel.overlap_grad_reduce and strategy == "megatron_ddp"):
         yield error(

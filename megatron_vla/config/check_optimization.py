@@ -52,6 +52,7 @@ def _expert_stream(config: RunConfig) -> Iterator[Finding]:
         ("--pipeline-model-parallel-size", parallel.pipeline_model_parallel_size > 1, "a stage has no second stream"),
         ("--data-parallel-strategy", parallel.data_parallel_strategy != "megatron_ddp", "it hooks into whole joint layers"),
         ("--overlap-param-gather", parallel.overlap_param_gather, "parameters are gathered on the first stream"),
+        ("--no-gradient-buffers", not parallel.gradient_buffers, "a reduction waits for one stream's gradients"),
         ("--packing", config.data.packing, "packs are computed on one stream"),
         ("--compile-scope", optimization.compile and optimization.compile_scope == "backbone", "one graph is one stream"),
         ("--activation-checkpoint-module-patterns", bool(wrapped), f"{' '.join(wrapped)}: both halves of a layer as one"),

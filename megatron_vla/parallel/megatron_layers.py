@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
-# torch 2.13 renames the collectives that megatron-core calls; torch 2.11 does not know the new names.
+# torch 2.13 renames the collectives that megatron-core and sequence_parallel.py call; torch 2.11 does not know the new names.
 warnings.filterwarnings("ignore", message="`torch.distributed.(all_gather_into|reduce_scatter)_tensor`", category=FutureWarning)
 
 

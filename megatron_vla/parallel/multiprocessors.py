@@ -11,7 +11,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
 
 import torch
 
@@ -35,9 +34,6 @@ def communicator_config(parallel: ParallelConfig) -> Iterator[str | None]:
         yield file.name
 
 
-_usual_library: list[object] = []
-
-
 def leave_free(parallel: ParallelConfig, data_parallel_size: int) -> None:
     """Let this process's matrix products use all multiprocessors but those of --data-parallel-sms. No effect without a GPU.
 
@@ -45,12 +41,11 @@ def leave_free(parallel: ParallelConfig, data_parallel_size: int) -> None:
     """
     if parallel.data_parallel_sms is not None and data_parallel_size > 1 and torch.cuda.is_available():
         torch._C._set_sm_carveout_experimental(parallel.data_parallel_sms)
-        _usual_library.append(torch.backends.cuda.preferred_blas_library())
         torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
 def use_all_again() -> None:
     """Undo `leave_free`."""
-    if _usual_library:
+    if torch._C._get_sm_carveout_experimental() is not None:
         torch._C._set_sm_carveout_experimental(None)
-        torch.backends.cuda.preferred_blas_library(cast(Any, _usual_library.pop()))
+        torch.backends.cuda.preferred_blas_library("default")

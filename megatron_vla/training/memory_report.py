@@ -21,11 +21,10 @@ from megatron_vla.training.preparation import prepare
 USABLE_SHARE = 0.92
 
 
-def state_bytes(module: nn.Module, data_parallel_size: int, config: RunConfig) -> int:
+def state_bytes(module: nn.Module, world_size: int, config: RunConfig) -> int:
     """Weights, gradients, fp32 main parameters, two moments and the average, as far as this rank holds them."""
-    shards = data_parallel_size if config.parallel.use_distributed_optimizer else 1
+    shards = config.data_parallel_size(world_size) if config.parallel.use_distributed_optimizer else 1
     # Buffers of several ranks or micro-batches add up in fp32.
-    world_size = data_parallel_size * config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
     has_buffers = world_size > 1 and config.parallel.gradient_buffers
     is_direct = not has_buffers and config.num_microbatches(world_size) == 1
     total = 0
@@ -76,7 +75,7 @@ def report_memory(config: RunConfig, family: ModelFamily) -> None:
     print_once(table(measured, count))
     if groups.device.type == "cuda":
         total = torch.cuda.get_device_properties(groups.device).total_memory
-        print_once(advice(measured, count, config, total, state_bytes(module, groups.data_parallel_size, config)))
+        print_once(advice(measured, count, config, total, state_bytes(module, groups.world_size, config)))
     supply.close()
     shut_down()
 

@@ -27,7 +27,7 @@ class Compiled:
 
 
 def train(rank: int, flags: list[str], count: int, backend: str = "aot_eager") -> Compiled:
-    """`count` steps. By default --compile traces and differentiates as inductor does, without generating code."""
+    """`count` steps. With aot_eager --compile traces and differentiates as inductor does, without generating code."""
     torch._dynamo.reset()
     counters.clear()
     config = tiny_config(*flags)

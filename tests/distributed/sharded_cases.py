@@ -247,14 +247,12 @@ def reduce_what_ranks_reach_differently(rank: int) -> dict[str, list[float]]:
     layers = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1, bias=False) for name in ("first", "second", "third")})
     model = wrap(layers, config.parallel, groups, num_microbatches=1)
     found: dict[str, list[float]] = {name: [] for name in layers}
-    for step in range(2):
-        order = [["first", "second", "third"], ["third", "second", "first"]][rank if step == 0 else 0]
-        if step == 1 and rank == 1:
-            order = ["second", "first"]
+    forwards, backwards = ["first", "second", "third"], ["third", "second", "first"]
+    # Orders of this rank and factors of its gradients, which are 1, 10 and 100 otherwise.
+    for order, factor in ((backwards if rank else forwards, rank + 1), (["second", "first"] if rank else forwards, 1)):
         model.zero_gradients()
-        # Gradients are (rank + 1) * 1, 10, 100 in the first step, and 1, 10, 100 in the second.
         for name in order:
-            scale = 10.0 ** list(layers).index(name) * (rank + 1 if step == 0 else 1)
+            scale = factor * 10.0 ** forwards.index(name)
             (layers[name].weight.sum() * scale).backward()
         model.finish_gradients()
         for name, layer in layers.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -138,6 +139,14 @@ def test_state_of_one_process_by_hand() -> None:
     assert state_bytes(module, 1, direct) == 15 * (2 + 2 + 4 * 4)
     accumulated = tiny_config("--bf16", "--micro-batch-size", "2", "--global-batch-size", "4")
     assert state_bytes(module, 1, accumulated) == 15 * (2 + 4 + 4 * 4)
+
+
+def test_state_of_two_tensor_parallel_processes_by_hand() -> None:
+    module = torch.nn.Linear(3, 5, bias=False, dtype=torch.bfloat16)
+    buffered = tiny_config("--bf16", "--micro-batch-size", "4", "--global-batch-size", "4", "--tensor-model-parallel-size", "2")
+    assert state_bytes(module, 2, buffered) == 15 * (2 + 4 + 4 * 4)
+    direct = dataclasses.replace(buffered, parallel=dataclasses.replace(buffered.parallel, gradient_buffers=False))
+    assert state_bytes(module, 2, direct) == 15 * (2 + 2 + 4 * 4)
 
 
 @pytest.mark.slow

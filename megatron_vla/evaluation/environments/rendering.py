@@ -85,28 +85,26 @@ def egl_device(environment: Mapping[str, str]) -> str | None:
     return visible[rank] if rank < len(visible) else None
 
 
+def probe_egl() -> str | None:
+    """`probe_backend("egl")` on this process's own GPU, where that is known and renders; the user's choice stays."""
+    device = egl_device(os.environ)
+    if EGL_DEVICE_VARIABLE not in os.environ and device is not None and nvidia_vendor_file() is not None:
+        os.environ[EGL_DEVICE_VARIABLE] = device
+        if probe_backend("egl") is None:
+            return None
+        # A container may number its GPUs in another way: any of them is better than none.
+        del os.environ[EGL_DEVICE_VARIABLE]
+    return probe_backend("egl")
+
+
 def use_nvidia_egl() -> bool:
     """Point EGL (of this process and its children) at the GPU when it renders there; the user's own setting is left alone."""
     if EGL_VENDOR_VARIABLE in os.environ or (path := nvidia_vendor_file()) is None:
         return False
-    return _renders_with(EGL_VENDOR_VARIABLE, str(path))
-
-
-def use_own_gpu() -> bool:
-    """Point EGL at this process's own GPU when it renders there; the user's own setting is left alone."""
-    device = egl_device(os.environ)
-    if EGL_DEVICE_VARIABLE in os.environ or device is None or nvidia_vendor_file() is None:
-        return False
-    # A container may number its GPUs in another way: any of them is better than none.
-    return _renders_with(EGL_DEVICE_VARIABLE, device)
-
-
-def _renders_with(variable: str, value: str) -> bool:
-    """Set the variable if EGL renders with it."""
-    os.environ[variable] = value
-    if probe_backend("egl") is None:
+    os.environ[EGL_VENDOR_VARIABLE] = str(path)
+    if probe_egl() is None:
         return True
-    del os.environ[variable]
+    del os.environ[EGL_VENDOR_VARIABLE]
     return False
 
 
@@ -118,14 +116,11 @@ def choose_backend() -> str:
     """
     asked = os.environ.get("MUJOCO_GL")
     if asked in (None, "egl") and use_nvidia_egl():
-        use_own_gpu()
         return "egl"
     failures = {}
     for backend in (asked,) if asked else BACKENDS:
-        failure = probe_backend(backend)
+        failure = probe_egl() if backend == "egl" else probe_backend(backend)
         if failure is None:
-            if backend == "egl":
-                use_own_gpu()
             return backend
         failures[backend] = failure
     tried = "; ".join(f"MUJOCO_GL={name}: {message}" for name, message in failures.items())
