@@ -14,13 +14,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart quickstart-groot test lint format test-distributed docs clean
+.PHONY: help install quickstart quickstart-groot test test-slow lint format test-distributed docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart        set up, record robot data in a simulator, train a small Pi0.5 on it, kill it, resume it, let it act"
 	@echo "make quickstart-groot  the same with a small GR00T N1.7, on the same recorded data"
 	@echo "make test              all CPU tests, linter and type checker"
+	@echo "make test-slow         what the short tests cover in small: every compiled pair of switches, resumed checkpoints, long runs"
 	@echo "make test-distributed  the multi-process tests, with the whole matrix of parallel layouts"
 	@echo "make lint | format     linter and type checker | rewrite the formatting"
 	@echo "make docs              regenerate docs/flags.md and the README's table"
@@ -51,6 +52,9 @@ quickstart-groot:
 # Linter, formatter and type checker run as tests too (tests/unit/test_house_rules.py), so one closing line tells everything.
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "slow and not distributed_full" $(PYTEST_ARGS)
 
 test-distributed: $(STAMP)
 	$(BIN)/python -m pytest tests/distributed -m "" $(PYTEST_ARGS)

@@ -22,14 +22,14 @@ IMAGE_SIZE = 32
 INSTRUCTIONS = ("Open a drawer", "Reach a goal position")
 
 
-def write_metaworld_like(root: Path, fps: int = 20, backend: EnvironmentBackend = METAWORLD) -> Path:
+def write_metaworld_like(root: Path, fps: int = 20, backend: EnvironmentBackend = METAWORLD, seed: int = 2) -> Path:
     """Four short episodes with MetaWorld's (or another simulator's) features and random content."""
     num_states, num_actions = len(backend.state_names), len(backend.action_names)
     features: dict[str, Any] = {c: {"dtype": "image", "shape": [IMAGE_SIZE, IMAGE_SIZE, 3]} for c in backend.cameras}
     features["observation.state"] = {"dtype": "float32", "shape": [num_states], "names": list(backend.state_names)}
     features["action"] = {"dtype": "float32", "shape": [num_actions], "names": list(backend.action_names)}
     writer = LeRobotWriter(root, fps=fps, features=features)
-    generator = np.random.default_rng(2)
+    generator = np.random.default_rng(seed)
     for episode in range(4):
         length = 12 + episode
         columns = {

@@ -42,6 +42,9 @@ CAMERA_MAP = ("--camera-map", *(f"{view}=observation.images.{camera}" for view, 
 # MetaWorld's actions shift the hand's target: they are relative to the state already.
 DATA_FLAGS = ("--dataset-action-representation", "delta", "--data-access", "decode_once")
 CHANGED = 3
+HELD_OUT = "held_out"
+REPLAYED_SAMPLES = 512
+ERROR = "mean_absolute_error"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,10 @@ class LoopConfig:
     episodes_per_task: int = 150
     """Demonstrations of each task."""
 
+    held_out_episodes: int = 5
+    """Demonstrations of each task that are recorded and not trained on: what the policy makes of them, beside what it makes of
+    its own, says how much it has learned by heart. 0: none."""
+
     image_size: int | None = None
     """Side of the pictures in pixels (a multiple of the model's patch). Not set: as the family's recipe says."""
 
@@ -74,6 +81,12 @@ class LoopConfig:
 
     noise_fraction: float = 0.3
     """Share of demonstrations with noise on the executed actions."""
+
+    noise_sigma: float = 0.3
+    """Standard deviation of that noise."""
+
+    noise_hold: int = 1
+    """Recorded steps that drawn noise lasts."""
 
     model_name: str = "pi05"
     """Model family."""
@@ -361,9 +374,14 @@ def record(loop: Loop, output: Path) -> None:
         *("--episodes-per-task", str(config.episodes_per_task), "--image-size", image_size(config)),
         *("--cameras", *CAMERAS.values()),
         *("--action-repeat", str(config.action_repeat), "--noise-fraction", str(config.noise_fraction)),
+        *("--noise-sigma", str(config.noise_sigma), "--noise-hold", str(config.noise_hold)),
         *("--picture-format", "png", "--num-processes", str(config.num_processes)),
     ]
     loop.run("record", recorder)
+    if config.held_out_episodes:
+        # A repeated flag: the last one counts.
+        others = ("--output", output / HELD_OUT, "--episodes-per-task", str(config.held_out_episodes), "--seed", "1")
+        loop.run("record held-out", [*recorder, *others])
     tokenizer = output / recipe.tokenizer
     if not tokenizer.exists():
         command = ["tools/train_tokenizer.py", "--data-path", demonstrations, "--output", tokenizer, *recipe.tokenizer_flags]
@@ -382,6 +400,19 @@ def train(loop: Loop, output: Path, training: Training, stage: str) -> None:
         metrics.unlink(missing_ok=True)
         stop = StopAfter(loop.config.train_seconds, metrics)
     loop.run(stage, training_command(loop.config, output, training), stop=stop)
+
+
+def replay(loop: Loop, output: Path, training: Training) -> None:
+    """Demonstrations through the serving path: the same tensors as in training, and the errors of what was predicted."""
+    results = training.results / "replay"
+    command = ["-m", "megatron_vla.evaluation", "--checkpoint", training.save, "--replay", str(REPLAYED_SAMPLES)]
+    loop.run("replay", [*command, "--output", results])
+    if loop.config.held_out_episodes:
+        loop.run("replay held-out", [*command, "--data-path", output / HELD_OUT, "--output", results / HELD_OUT])
+        own, others = (json.loads((folder / "replay.json").read_text()) for folder in (results, results / HELD_OUT))
+        print("\nmean |error| of actions, demonstrations of its own and held-out ones:")
+        for name, seen, unseen in zip(own["action_names"], own[ERROR], others[ERROR], strict=True):
+            print(f"  {name:24s} {seen:9.4g} {unseen:9.4g}")
 
 
 def keep_results(loop: Loop, output: Path, training: Training) -> None:
@@ -450,7 +481,7 @@ def close_the_loop(config: LoopConfig) -> int:
     training = Training(output / config.train_name, (*switches, *shlex.split(config.train_flags)), config.train_iters)
     train(loop, output, training, "train")
     status = loop.run("evaluate", evaluation_command(config, training), accept=(0, 3))
-    loop.run("replay", ["-m", "megatron_vla.evaluation", "--checkpoint", training.save, "--replay", "64"])
+    replay(loop, output, training)
     keep_results(loop, output, training)
     print(f"\n== done in {sum(loop.seconds.values()):.0f} s: {loop.seconds}")
     print((training.results / "report.md").read_text())

@@ -38,6 +38,7 @@ from megatron_vla.evaluation.environments.interface import (
     Environment,
     EnvironmentBackend,
     EnvironmentSettings,
+    Observation,
     TaskSpec,
     Trial,
     environment_backend,
@@ -86,6 +87,10 @@ class RecordingConfig:
 
     noise_sigma: float = 0.3
     """Standard deviation of that noise on all actions but the last, the gripper's; their range is [-1, 1]."""
+
+    noise_hold: int = 1
+    """Recorded steps that drawn noise lasts. 1 shakes the hand by millimetres; 10 pushes it centimetres aside, so that the data
+    shows the way back from there."""
 
     max_steps: int = 200
     """Control steps after which an attempt counts as failed (MetaWorld's experts need up to 140, LIBERO's up to 300)."""
@@ -177,8 +182,8 @@ def check(config: RecordingConfig) -> None:
     if config.image_size % 2 and config.picture_format == "video":
         raise ValueError(f"--image-size {config.image_size}: H.264 needs an even number of pixels -> {config.image_size + 1}")
     chosen(config)
-    if min(config.episodes_per_task, config.action_repeat, config.num_processes) < 1:
-        raise ValueError("--episodes-per-task, --action-repeat and --num-processes must be 1 or more")
+    if min(config.episodes_per_task, config.action_repeat, config.noise_hold, config.num_processes) < 1:
+        raise ValueError("--episodes-per-task, --action-repeat, --noise-hold and --num-processes must be 1 or more")
     if not 0 <= config.noise_fraction <= 1:
         raise ValueError(f"--noise-fraction {config.noise_fraction}: a share between 0 and 1 is needed")
 
@@ -194,16 +199,18 @@ def attempt_episode(
     of_episode = np.random.default_rng(np.random.SeedSequence((*words, MAX_ATTEMPTS)))  # no attempt's own stream
     noisy = bool(of_episode.random() < config.noise_fraction) and attempt < NOISY_ATTEMPTS
     observation = environment.reset(Trial(task=task.name, index=number, seed=environment_seed))
-    observations, actions = [], []
+    observations: list[Observation] = []
+    actions: list[np.ndarray] = []
     cameras = cameras_of(config, environment_backend(config.environment))
     steps_left = config.max_steps // config.action_repeat
     has_succeeded = False
     while steps_left > 0:
         action_A = environment.expert_action()
-        noise_A = np.zeros(len(action_A))
-        if noisy:
-            # A gripper that opens by noise loses what it holds: nothing to learn from.
-            noise_A[:-1] = random.standard_normal(len(action_A) - 1) * config.noise_sigma
+        if len(actions) % config.noise_hold == 0:
+            noise_A = np.zeros(len(action_A))
+            if noisy:
+                # A gripper that opens by noise loses what it holds: nothing to learn from.
+                noise_A[:-1] = random.standard_normal(len(action_A) - 1) * config.noise_sigma
         observations.append(observation)
         actions.append(action_A)
         result = environment.step(action_A + noise_A)
@@ -343,7 +350,7 @@ def is_reusable(config: RecordingConfig) -> bool:
     recorded = json.loads((root / RECORDING_FILE).read_text())["settings"]
     wanted = settings(config)
     # What recordings were made with before they told it.
-    recorded = {"cameras": list(environment_backend(config.environment).cameras), "revision": 1, **recorded}
+    recorded = {"cameras": list(environment_backend(config.environment).cameras), "revision": 1, "noise_hold": 1, **recorded}
     differences = [f"{k}: {recorded.get(k)} there, {v} asked" for k, v in wanted.items() if recorded.get(k) != v]
     if not differences:
         return True

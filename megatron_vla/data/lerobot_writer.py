@@ -305,7 +305,9 @@ class LeRobotWriter:
             chunk, file = self._next_file("data")
             path = self.root / layout.V3_DATA_PATH.format(chunk_index=chunk, file_index=file)
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._data_writer = pq.ParquetWriter(path, self._schema)
+            # Pictures never repeat: looking for that was half the time of writing an episode.
+            others = [field.name for field in self._schema if field.name not in encoded]
+            self._data_writer = pq.ParquetWriter(path, self._schema, use_dictionary=others)
             self._data_files.append(path)
         self._data_writer.write_table(table, row_group_size=num_frames)  # one row group per episode: cheap to read one episode
         self._file_episodes["data"] += 1

@@ -59,7 +59,7 @@ class CommandConfig:
     """Instead of rollouts: send this many training samples through the serving path and compare tensors and actions."""
 
     data_path: tuple[str, ...] = ()
-    """Where the training data lies now, for --replay (of a mixture: all of it). None: where it lay."""
+    """For --replay: where the training data lies now (of a mixture: all of it), or held-out episodes. None: where it lay."""
 
 
 def parse(arguments: Sequence[str]) -> tuple[CommandConfig, EvaluationConfig, CheckpointFolder | None]:

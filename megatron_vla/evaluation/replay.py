@@ -45,7 +45,7 @@ class ReplayResult:
     def lines(self) -> list[str]:
         """For people."""
         equal = "bit for bit equal" if not self.differing else f"DIFFERENT in {', '.join(self.differing[:8])}"
-        lines = [f"replay: {self.num_samples} training samples through the serving path: {', '.join(self.fields)} {equal}"]
+        lines = [f"replay: {self.num_samples} samples through the serving path: {', '.join(self.fields)} {equal}"]
         for name, mean_error, spread in zip(self.names, self.error_D, self.spread_D, strict=True):
             lines.append(f"  action {name:24s} mean |error| {mean_error:9.4g}   (the data's own spread {spread:.4g})")
         return lines
@@ -76,7 +76,8 @@ def training_samples(
     # Read again from where it lies now, a mixture whole: its datasets share one order of views.
     changes: dict[str, Any] = {"data_access": "random", "num_workers": 0, "augmentation": "none"}
     if data_path:
-        changes["data_path"] = data_path
+        # Held-out episodes keep the policy's own statistics: they stand for what it meets when it acts.
+        changes |= {"data_path": data_path, "allow_foreign_statistics": True}
     supply = build_data(dataclasses.replace(stored, data=dataclasses.replace(stored.data, **changes)), policy.family)
     if isinstance(supply.source, MixtureSource):
         parts = dict(zip(supply.preprocessor.parts, supply.source.parts(), strict=True))  # type: ignore[union-attr]
@@ -96,7 +97,8 @@ def replay(
     data_path: tuple[str, ...] = (),
     say: Callable[[str], None] = print,
 ) -> ReplayResult:
-    """Compare `num_samples` samples spread over the run's dataset (or over `data_path`, where it lies now).
+    """Compare `num_samples` samples spread over the run's dataset, or over `data_path`: where it lies now, or other episodes of
+    the same robot, whose errors say what the policy makes of what it was not trained on.
 
     Raises CheckError when the dataset cannot be read.
     """

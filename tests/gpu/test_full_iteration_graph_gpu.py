@@ -92,6 +92,24 @@ def test_compiled_layers_are_captured(groups: ParallelGroups) -> None:
     finish(graphs)
 
 
+def test_every_switch_of_the_fastest_run_together(groups: ParallelGroups) -> None:
+    """Compiled layers, merged products, attention by products, FP8 with delayed scaling and fused kernels in graphs have the
+    eager runner's losses, and those of plain bf16 within FP8's roundings."""
+    plain = ("--bf16", *ONE)
+    fp8 = ("--fp8", "native", "--fp8-recipe", "delayed", "--fp8-fast-accumulation", "all", "--fp8-min-dim", "64")
+    fast = (*plain, "--compile", "--merge-projections", "--attention-backend", "matmul", *fp8)
+    losses = {}
+    for name, flags in (("plain", plain), ("fast", fast), ("graphs", (*fast, *GRAPHS))):
+        run = build_run(tiny_config(*flags), groups)
+        losses[name] = [step["loss"] for step in take_steps_of_widths(run, WIDTHS, pin=True)]
+        counts = run.runner.counters()
+        finish(run)
+    assert losses["graphs"] == pytest.approx(losses["fast"], rel=1e-2)
+    assert losses["fast"] == pytest.approx(losses["plain"], rel=5e-2)
+    assert losses["fast"] != losses["plain"]
+    assert (counts["graph_replays"], counts["graph_captures"], counts["graph_eager_steps"]) == (6, 2, 1)
+
+
 @pytest.mark.parametrize("flags", [("--bf16", *ONE), ("--bf16", "--global-batch-size", "6")], ids=" ".join)
 def test_a_step_is_one_launch_and_never_waits(groups: ParallelGroups, flags: tuple[str, ...]) -> None:
     run = build_run(tiny_config(*flags, *GRAPHS), groups)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
-from evaluation_fixtures import opened_up, random_observation, train_checkpoint, training_flags
+from evaluation_fixtures import opened_up, random_observation, train_checkpoint, training_flags, write_metaworld_like
 
 from megatron_vla.config.run import from_dict, parse_args
 from megatron_vla.evaluation import closed_loop, command
@@ -119,6 +120,23 @@ def test_replay_measures_actions_in_physical_units(save: Path) -> None:
     span = unnormalize(np.full((1, 4), 0.1)) - unnormalize(np.zeros((1, 4)))
     np.testing.assert_allclose(off.error_D, span[0], rtol=1e-4)
     assert (off.spread_D > 0.1).all()
+
+
+def test_replay_of_held_out_episodes_keeps_the_statistics_of_training(save: Path, tmp_path: Path) -> None:
+    """Other episodes are other data, which training with these statistics refuses; here the policy's own are what is asked."""
+    held_out = write_metaworld_like(tmp_path / "held_out", seed=3)
+    folder = open_checkpoint(save)
+    policy = load_policy(folder, PolicySettings(device="cpu"), report=quiet)
+    middle = policy.preprocessor.action_normalizer.unnormalize(np.zeros((1, 4)))
+    policy._sampler._sample = lambda batch: torch.zeros(54, 6, 32)  # type: ignore[method-assign]
+    result = replay(policy, folder, from_dict(folder.config()), 54, (str(held_out),), say=quiet)
+    assert result.differing == () and result.num_samples == 54
+    table = pq.read_table(sorted((held_out / "data").rglob("*.parquet")), columns=["action", "episode_index"])
+    actions, episodes = np.stack(table["action"].to_numpy()), table["episode_index"].to_numpy()
+    # Each row counts once in every chunk of six that starts at most five rows before it in its episode.
+    first = np.array([np.flatnonzero(episodes == e)[0] for e in episodes])
+    counts = np.minimum(np.arange(54) - first, 5) + 1
+    np.testing.assert_allclose(result.error_D, np.average(np.abs(actions - middle), axis=0, weights=counts), rtol=1e-5)
 
 
 def quiet(line: str) -> None:

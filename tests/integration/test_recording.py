@@ -254,6 +254,16 @@ def test_noise_is_executed_and_the_clean_action_recorded() -> None:
     assert not noise[:, 3].any()
 
 
+def test_held_noise_lasts_and_is_drawn_anew() -> None:
+    config = dataclasses.replace(CONFIG, noise_fraction=1.0, noise_hold=10, max_steps=800, steps_after_success=100)
+    environment = FakeEnvironment(success_step=100)
+    episode = attempt_episode(environment, TASK, config, 0, 0)  # type: ignore[arg-type]  # a stand-in
+    assert episode is not None
+    held = (np.stack(environment.executed) - episode.actions_TA)[:, :3].reshape(20, 10, 3)
+    np.testing.assert_allclose(held, np.repeat(held[:, :1], 10, axis=1), atol=1e-5)
+    assert len(np.unique(held[:, 0, 0])) == 20 and 0.2 < held[:, 0].std() < 0.4
+
+
 def test_hard_tasks_keep_their_share_of_noise() -> None:
     """Failed attempts draw goals and noise anew, but not whether there is noise; the last ones have none."""
     config = dataclasses.replace(CONFIG, noise_fraction=0.5)

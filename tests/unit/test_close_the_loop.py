@@ -116,7 +116,9 @@ def test_the_loop_closes(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    assert "bit for bit equal" in result.stdout and "that interval, after 20 steps as well" in result.stdout
+    assert result.stdout.count("bit for bit equal") == 2, "its own demonstrations and held-out ones"
+    assert len(json.loads((tmp_path / "kept/run/replay/held_out/replay.json").read_text())["mean_absolute_error"]) == 4
+    assert "that interval, after 20 steps as well" in result.stdout
     compared = json.loads((tmp_path / "kept/run_plain/comparison.json").read_text())
     assert compared["steps"] == 20 and (tmp_path / "kept/run/report.md").is_file()
 

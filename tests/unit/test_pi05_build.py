@@ -126,6 +126,17 @@ def test_flops_of_base(views: int, horizon: int, total: float, dead: float) -> N
     assert (everything - forward_flops(Pi05Config(), **options)) / 1e9 == pytest.approx(dead, abs=0.05)
 
 
+def test_dead_work_has_no_backward() -> None:
+    """What is computed and never read counts once, the rest three times."""
+    config = tiny_config()
+    shapes = {"camera_is_present_BV": [2, 2], "tokens_BL": [2, config.max_prompt_length]}
+    live, all_of_it = (tiny_model(config, torch.float32, skip_dead_compute=skip) for skip in (True, False))
+    forward = [model.flops_per_sample(2, config.max_prompt_length) for model in (live, all_of_it)]
+    assert forward[0] < forward[1]
+    assert live.training_flops_per_sample(shapes) == 3 * forward[0]
+    assert all_of_it.training_flops_per_sample(shapes) == forward[1] + 2 * forward[0]
+
+
 def test_flops_agree_with_a_counter() -> None:
     """torch's own FLOP counter on the eager backend counts the products that really run."""
     config = tiny_config()

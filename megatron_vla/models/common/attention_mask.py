@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 AttentionBackend = Literal["flash", "sdpa", "matmul", "eager", "flex", "varlen", "flash_attn"]
-# What --attention-backend auto stands for: the fastest known for both streams of Pi0.5 on an H200 (cuDNN's kernel, 48 ms of a
-# 557 ms step at 32 samples; flex and two variable-length calls took 1.3 and 1.05 times as long).
-FASTEST_BACKEND: AttentionBackend = "sdpa"
+# What --attention-backend auto stands for: the fastest fused kernel for both streams of Pi0.5 on an H200 (cuDNN's, 48 ms of a
+# 557 ms step at 32 samples; flex and two variable-length calls took 1.3 and 1.05 times as long). Plain products take less time
+# there, but keep all probabilities (3 GiB), and their softmax needs the project's kernel to be worth it.
+AUTO_BACKEND: AttentionBackend = "sdpa"
 # These describe a sample by its length: its valid tokens must come first (see `valid_first_order`).
 LENGTH_BACKENDS: tuple[AttentionBackend, ...] = ("varlen", "flash_attn")
 BLOCK = 128  # flex attention's own default tile
@@ -53,7 +54,7 @@ def tensors_of(mask: ReadMask) -> list[Tensor]:
 
 def resolve_backend(requested: Literal["auto", "varlen", "flex", "sdpa", "matmul", "flash_attn", "eager"]) -> AttentionBackend:
     """The backend that --attention-backend means."""
-    return FASTEST_BACKEND if requested == "auto" else requested
+    return AUTO_BACKEND if requested == "auto" else requested
 
 
 def without_mask(backend: AttentionBackend) -> AttentionBackend:

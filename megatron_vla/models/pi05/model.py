@@ -132,8 +132,10 @@ class Pi05Model(nn.Module):
         )
 
     def training_flops_per_sample(self, shapes: Mapping[str, Sequence[int]]) -> float:
-        """FLOPs of forward and backward of one sample of a batch of these shapes (field name -> shape)."""
-        return 3.0 * self.flops_per_sample(shapes["camera_is_present_BV"][1], shapes["tokens_BL"][1])
+        """FLOPs of forward and backward, which dead work has none of, of one sample of a batch of these shapes (by name)."""
+        num_views, prompt_length = shapes["camera_is_present_BV"][1], shapes["tokens_BL"][1]
+        live = forward_flops(self.config, num_views=num_views, prompt_length=prompt_length, skip_dead_compute=True)
+        return self.flops_per_sample(num_views, prompt_length) + 2.0 * live
 
     def velocity(self, batch: Batch | PackedBatch, x_BTA: Tensor, time_B: Tensor) -> Tensor:
         """Predicted dx/dt [B, T, A] at flow time `time_B`, both streams in one pass."""
