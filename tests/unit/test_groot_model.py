@@ -27,7 +27,13 @@ from megatron_vla.models.groot_n1_7.convert import fixed_batch
 from megatron_vla.models.groot_n1_7.flops import model_units
 from megatron_vla.models.groot_n1_7.metadata import embodiment_groups
 from megatron_vla.models.groot_n1_7.model import GrootN17Model
-from megatron_vla.models.groot_n1_7.samples import RAW_STATE_STREAM, build_mock_source, draws, state_is_dropped
+from megatron_vla.models.groot_n1_7.samples import (
+    RAW_STATE_STREAM,
+    build_mock_source,
+    draws,
+    num_image_tokens,
+    state_is_dropped,
+)
 from megatron_vla.optimizations.apply import apply_optimizations
 
 FLAGS = ["--model-name", "groot_n1_7", "--model-variant", "tiny", "--mock-data", "--num-workers", "0"]
@@ -159,6 +165,17 @@ def test_equal_images_take_the_dense_path_with_the_same_result() -> None:
         (tokens, features), (mixed, mixed_features) = (model.vision_tower(batch) for batch in batches)
     assert relative_difference(mixed[:8], tokens) < 1e-12
     assert relative_difference(mixed_features[2][:8], features[2]) < 1e-12
+
+
+@pytest.mark.parametrize("special", [("--image-token", "63"), ("--image-token", "5", "--padding-token", "0")], ids=" ".join)
+def test_mock_words_are_no_image_tokens(special: tuple[str, ...]) -> None:
+    """... whether the special tokens come first or last in a vocabulary."""
+    config = parse_args([*FLAGS, "--vocab-size", "64", *special])
+    source, _ = build_mock_source(config)
+    for index in range(20):
+        tokens_S = source(index, 0)["tokens_BS"]
+        assert (tokens_S == config.family.image_token).sum() == 2 * num_image_tokens(config.family)
+        assert tokens_S.max() < 64
 
 
 def test_frozen_backbone_has_no_graph_and_is_rounded_once() -> None:

@@ -133,7 +133,7 @@ class GrootMockSource(WithoutFiles):
 
     def _prompt(self, generator: np.random.Generator, phase: int) -> dict[str, np.ndarray]:
         family = self.family
-        low, high = FIRST_TOKEN, min(family.image_token, family.padding_token or family.image_token)
+        low, high = word_tokens(family)
         words = generator.integers(low, high, self.prompt_length)
         words[0] = low + phase
         image = [family.image_token] * num_image_tokens(family)
@@ -142,6 +142,14 @@ class GrootMockSource(WithoutFiles):
         tokens_S = np.full(family.max_prompt_length, family.padding_token, dtype=np.int64)
         tokens_S[len(tokens_S) - len(tokens) :] = tokens
         return {"tokens_BS": tokens_S, "token_is_valid_BS": np.arange(len(tokens_S)) >= len(tokens_S) - len(tokens)}
+
+
+def word_tokens(family: GrootN17Config) -> tuple[int, int]:
+    """[first, end) of the tokens that mock words are drawn from: below the special ones, or above if these come first."""
+    special = (family.image_token, family.padding_token or family.image_token)
+    if min(special) - FIRST_TOKEN > NUM_PHASES:
+        return FIRST_TOKEN, min(special)
+    return max(special) + 1, family.vocab_size
 
 
 def mock_prompt_tokens(family: GrootN17Config, num_cameras: int, prompt_length: int) -> int:
