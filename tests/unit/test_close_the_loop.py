@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from loop_recipes import RECIPES
 
 from megatron_vla.config.check import check
 from megatron_vla.config.run import RunConfig, parse_args
@@ -18,7 +19,6 @@ from megatron_vla.evaluation.results import TRIALS_FILE
 from megatron_vla.evaluation.statistics import Share
 from megatron_vla.models.registry import MODEL_FAMILIES, model_family
 from tools.close_the_loop import (
-    RECIPES,
     LoopConfig,
     Training,
     comparison,

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.benchmark_table import insert, table
+
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 120
@@ -137,11 +139,9 @@ def test_entry_point_is_short() -> None:
     assert len((ROOT / "pretrain_vla.py").read_text().splitlines()) < 80
 
 
-def test_flag_documentation_is_fresh() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "megatron_vla.config.docs"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert result.stdout == (ROOT / "docs/flags.md").read_text(), "run: make docs"
+def test_the_table_of_the_readme_is_fresh() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert insert(readme, table(ROOT / "benchmarks")) == readme, "run: make docs"
 
 
 def test_links_of_documents_lead_somewhere() -> None:
