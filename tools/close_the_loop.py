@@ -1,7 +1,7 @@
 """Closes the loop on one GPU: demonstrations of MT10, a small policy trained from scratch on them, its success.
 
-    python tools/close_the_loop.py --output outputs/loop --switches all --train-seconds 180 --num-processes 16
-    python tools/close_the_loop.py --output outputs/loop_groot --model-name groot_n1_7 --switches all --train-seconds 180
+    python tools/close_the_loop.py --output outputs/loop --switches all --train-iters 3000 --num-processes 16
+    python tools/close_the_loop.py --output outputs/loop_groot --model-name groot_n1_7 --switches all --train-iters 3000
     ... --compare-switches        the same once more with every speed switch off, for as many steps; success must agree
 
 Training lasts until the time is over (constant learning rate, averaged weights), or with --train-iters for so many steps
@@ -68,7 +68,7 @@ class LoopConfig:
     tasks: tuple[str, ...] = ()
     """Only these tasks. None: all of the suite."""
 
-    episodes_per_task: int = 150
+    episodes_per_task: int = 300
     """Demonstrations of each task."""
 
     held_out_episodes: int = 5
@@ -102,7 +102,7 @@ class LoopConfig:
     micro_batch_size: int = 128
     """Samples per step."""
 
-    lr: float = 8e-4
+    lr: float = 5e-4
     """Peak learning rate."""
 
     train_seconds: float = 240.0
