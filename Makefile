@@ -21,7 +21,7 @@ help:
 	@echo "make quickstart        set up, record robot data in a simulator, train a small Pi0.5 on it, kill it, resume it, let it act"
 	@echo "make quickstart-groot  the same with a small GR00T N1.7, on the same recorded data"
 	@echo "make test              all CPU tests, linter and type checker"
-	@echo "make test-slow         what the short tests cover in small: every compiled pair of switches, resumed checkpoints, long runs"
+	@echo "make test-slow         the long forms of short tests: every compiled pair of switches, resumed checkpoints, all seeds"
 	@echo "make test-distributed  the multi-process tests, with the whole matrix of parallel layouts"
 	@echo "make lint | format     linter and type checker | rewrite the formatting"
 	@echo "make docs              regenerate docs/flags.md and the README's table"

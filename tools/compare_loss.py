@@ -180,7 +180,8 @@ def main(arguments: Sequence[str]) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {**asdict(figures), "reference": config.reference, "candidate": config.candidate, "failed": violations}
         common = sorted(reference.keys() & candidate.keys())
-        content["losses"] = {"reference": [reference[i] for i in common], "candidate": [candidate[i] for i in common]}
+        losses = {name: [run[i] for i in common] for name, run in (("reference", reference), ("candidate", candidate))}
+        content["losses"] = {"iteration": common, **losses}
         path.write_text(json.dumps(content, indent=1) + "\n")
         draw(path.with_suffix(".png"), reference, candidate, (config.reference, config.candidate))
         print(f"wrote {path} and {path.with_suffix('.png')}")

@@ -17,7 +17,8 @@ class OptimizationConfig:
     """Attention kernel. sdpa: torch's fused attention with a key mask. matmul: matrix products with fp32 logits that keep the
     probabilities. varlen: torch's kernel for sequences of different lengths (GPU, bf16). flex: torch's flex attention with a
     block mask (GPU). flash_attn: the package of that name (GPU, bf16). eager: explicit products and fp32 softmax, the
-    reference. auto: sdpa, which runs everywhere and stores least; matmul is the fastest on Hopper (docs/speed.md)."""
+    reference. auto: sdpa, which runs everywhere (printed); Pi0.5 on an H200 is faster with matmul, which takes 3 GiB more
+    (docs/speed.md)."""
 
     unmasked_attention: Literal["sdpa", "flash"] = "sdpa"
     """Kernel of attention without a mask (vision towers), with --attention-backend auto, sdpa or matmul, on GPUs in bf16. sdpa:

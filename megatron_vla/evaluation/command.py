@@ -56,10 +56,11 @@ class CommandConfig:
     """Evaluation folder to compare with. Not set: that of the promoted checkpoint of the same --save folder."""
 
     replay: int = 0
-    """Instead of rollouts: send this many training samples through the serving path and compare tensors and actions."""
+    """Instead of rollouts: send this many recorded samples through the serving path and compare tensors and actions."""
 
     data_path: tuple[str, ...] = ()
-    """For --replay: where the training data lies now (of a mixture: all of it), or held-out episodes. None: where it lay."""
+    """For --replay: where the training data lies now (of a mixture: all of it), or held-out episodes of the same robot (not of
+    a mixture), for which the policy keeps its own statistics. None: where the training data lay."""
 
 
 def parse(arguments: Sequence[str]) -> tuple[CommandConfig, EvaluationConfig, CheckpointFolder | None]:
@@ -131,7 +132,7 @@ def main(arguments: Sequence[str]) -> int:
     command, config, folder = parse(arguments)
     raise_errors(rollout_findings(config))
     if command.replay < 0:
-        raise ValueError(f"--replay {command.replay}: a number of training samples is needed, for example --replay 64")
+        raise ValueError(f"--replay {command.replay}: a number of samples is needed, for example --replay 64")
     if command.replay:
         if folder is None:
             raise ValueError("--replay: needs --checkpoint")

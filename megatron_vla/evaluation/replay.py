@@ -1,4 +1,4 @@
-"""Replay: training samples through the serving path.
+"""Replay: recorded samples, of the training or held out, through the serving path.
 
 The model must see the very same tensors, and its actions are compared with the recorded ones in physical units.
 
@@ -33,7 +33,10 @@ STATE_KEY = "observation.state"
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """differing: "sample: field" of tensors that are not bit-equal. error_D and spread_D in the dataset's units."""
+    """differing: "sample: field" of tensors that are not bit-equal. error_D and spread_D in the dataset's units.
+
+    data_path: whose samples; empty: those of the training, where they lay.
+    """
 
     num_samples: int
     fields: tuple[str, ...]
@@ -41,6 +44,7 @@ class ReplayResult:
     names: tuple[str, ...]
     error_D: np.ndarray
     spread_D: np.ndarray
+    data_path: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """For people."""
@@ -53,6 +57,7 @@ class ReplayResult:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return {
+            "data_path": list(self.data_path),
             "num_samples": self.num_samples,
             "fields": list(self.fields),
             "differing": list(self.differing),
@@ -131,6 +136,7 @@ def replay(
         names=policy.preprocessor.settings.action_names,
         error_D=np.abs(predicted - recorded).mean(axis=0),
         spread_D=np.abs(recorded - recorded.mean(axis=0)).mean(axis=0),
+        data_path=data_path,
     )
     for line in result.lines():
         say(line)

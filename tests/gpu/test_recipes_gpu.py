@@ -1,4 +1,4 @@
-"""Both small models of tools/close_the_loop.py: with every speed switch on, each part has the gradients of plain bf16."""
+"""Both small models of tools/close_the_loop.py: with every speed switch but the graph, each part has plain bf16's gradients."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from loop_fixtures import parsed
 from loop_recipes import RECIPES
 from torch import Tensor
 from training_fixtures import build_run
@@ -17,7 +18,6 @@ from megatron_vla.config.run import RunConfig
 from megatron_vla.models.common.initialization import initialize_parameters
 from megatron_vla.models.registry import MODEL_FAMILIES
 from megatron_vla.parallel.groups import ParallelGroups, initialize, shut_down
-from tests.unit.test_close_the_loop import parsed
 from tools.close_the_loop import LoopConfig, Training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -11,16 +11,19 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from loop_fixtures import parsed
 from loop_recipes import RECIPES
 
 from megatron_vla.config.check import check
-from megatron_vla.config.run import RunConfig, parse_args
 from megatron_vla.evaluation.results import TRIALS_FILE
 from megatron_vla.evaluation.statistics import Share
 from megatron_vla.models.registry import MODEL_FAMILIES, model_family
+from tools import close_the_loop
 from tools.close_the_loop import (
+    Loop,
     LoopConfig,
     Training,
+    compare_switches,
     comparison,
     evaluation_command,
     prepared_environment,
@@ -29,16 +32,6 @@ from tools.close_the_loop import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def parsed(config: LoopConfig, training: Training) -> RunConfig:
-    """The training's configuration, with mock data in place of a dataset that is recorded later."""
-    words = [str(word) for word in training_command(config, Path("out"), training)[1:]]
-    for flag in ("--data-path", "--data-access", "--camera-map", "--dataset-action-representation", "--tokenizer-model"):
-        place = words.index(flag)
-        stop = next(i for i in range(place + 1, len(words)) if words[i].startswith("--"))
-        del words[place:stop]
-    return parse_args([*words, "--mock-data"])
 
 
 @pytest.mark.parametrize("switches", ["all_switches", "no_switches"])
@@ -100,6 +93,22 @@ def test_success_without_switches_is_compared_with_the_interval(tmp_path: Path) 
     write_results(worse, [True] * 2 + [False] * 18)
     result, lines = comparison(on, worse)
     assert not result["off_is_within_interval"] and result["p_off_is_worse"] < 0.01 and "OUTSIDE" in lines[1]
+
+
+def test_another_schedule_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison may be a command of its own; without the first one's --train-iters it would compare schedules."""
+    save = tmp_path / "run"
+    save.mkdir()
+    monkeypatch.setattr(close_the_loop, "saved_steps", lambda save: 20)
+    monkeypatch.setattr(close_the_loop, "checkpoint_config", lambda save: {"optimizer": {"lr_decay_style": "cosine"}})
+    with pytest.raises(ValueError, match="run was trained with a cosine schedule -> compare with the --train-iters"):
+        compare_switches(Loop(LoopConfig(), {}), tmp_path, Training(save, (), None))
+
+
+def test_a_negative_number_of_held_out_episodes_is_told_before_anything_is_recorded(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--held-out-episodes -1"):
+        close_the_loop.close_the_loop(LoopConfig(output=str(tmp_path / "loop"), held_out_episodes=-1))
+    assert not (tmp_path / "loop").exists()
 
 
 @pytest.mark.simulator

@@ -60,7 +60,11 @@ def test_thresholds_decide_the_exit_status(
     words = ["--reference", str(runs[0]), "--candidate", str(runs[1]), "--output", str(output), *flags]
     assert compare_loss.main(words) == status
     assert says in capsys.readouterr().out
-    assert bool(json.loads(output.read_text())["failed"]) == bool(status)
+    written = json.loads(output.read_text())
+    assert bool(written["failed"]) == bool(status)
+    assert written["losses"]["iteration"] == list(range(written["first_iteration"], written["last_iteration"] + 1))
+    differences = np.abs(np.subtract(written["losses"]["candidate"], written["losses"]["reference"]))
+    np.testing.assert_allclose((differences / np.abs(written["losses"]["reference"])).mean(), written["mean_error"])
     assert output.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
 
 

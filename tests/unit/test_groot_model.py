@@ -167,15 +167,20 @@ def test_equal_images_take_the_dense_path_with_the_same_result() -> None:
     assert relative_difference(mixed_features[2][:8], features[2]) < 1e-12
 
 
-@pytest.mark.parametrize("special", [("--image-token", "63"), ("--image-token", "5", "--padding-token", "0")], ids=" ".join)
-def test_mock_words_are_no_image_tokens(special: tuple[str, ...]) -> None:
-    """... whether the special tokens come first or last in a vocabulary."""
-    config = parse_args([*FLAGS, "--vocab-size", "64", *special])
+@pytest.mark.parametrize(("image", "padding"), [(63, 0), (5, 0), (63, 5), (5, 60), (30, 34)])
+def test_mock_words_are_no_image_tokens(image: int, padding: int) -> None:
+    """... wherever the special tokens are in a vocabulary."""
+    config = parse_args([*FLAGS, "--vocab-size", "64", "--image-token", str(image), "--padding-token", str(padding)])
     source, _ = build_mock_source(config)
     for index in range(20):
         tokens_S = source(index, 0)["tokens_BS"]
         assert (tokens_S == config.family.image_token).sum() == 2 * num_image_tokens(config.family)
         assert tokens_S.max() < 64
+    crowded = parse_args([*FLAGS, "--vocab-size", "32", "--image-token", "15", "--padding-token", "20"])
+    with pytest.raises(
+        ValueError, match="--image-token 15, --padding-token 20: they leave no 16 tokens in a row of --vocab-size 32"
+    ):
+        build_mock_source(crowded)[0](0, 0)
 
 
 def test_frozen_backbone_has_no_graph_and_is_rounded_once() -> None:

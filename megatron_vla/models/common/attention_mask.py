@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 AttentionBackend = Literal["flash", "sdpa", "matmul", "eager", "flex", "varlen", "flash_attn"]
 # What --attention-backend auto stands for: the fastest fused kernel for both streams of Pi0.5 on an H200 (cuDNN's, 48 ms of a
 # 557 ms step at 32 samples; flex and two variable-length calls took 1.3 and 1.05 times as long). Plain products take less time
-# there, but keep all probabilities (3 GiB), and their softmax needs the project's kernel to be worth it.
+# there (9 ms, and 6 more with the project's kernel for their softmax), but keep all probabilities (3 GiB).
 AUTO_BACKEND: AttentionBackend = "sdpa"
 # These describe a sample by its length: its valid tokens must come first (see `valid_first_order`).
 LENGTH_BACKENDS: tuple[AttentionBackend, ...] = ("varlen", "flash_attn")

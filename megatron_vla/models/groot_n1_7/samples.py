@@ -145,11 +145,16 @@ class GrootMockSource(WithoutFiles):
 
 
 def word_tokens(family: GrootN17Config) -> tuple[int, int]:
-    """[first, end) of the tokens that mock words are drawn from: below the special ones, or above if these come first."""
-    special = (family.image_token, family.padding_token or family.image_token)
-    if min(special) - FIRST_TOKEN > NUM_PHASES:
-        return FIRST_TOKEN, min(special)
-    return max(special) + 1, family.vocab_size
+    """[first, end) of the tokens that mock words are drawn from: the longest run without a special one. Raises ValueError."""
+    special = sorted(token for token in {family.image_token, family.padding_token} if token >= FIRST_TOKEN)
+    starts, ends = [FIRST_TOKEN, *(token + 1 for token in special)], [*special, family.vocab_size]
+    first, end = max(zip(starts, ends, strict=True), key=lambda run: run[1] - run[0])
+    if end - first < NUM_PHASES:
+        raise ValueError(
+            f"--image-token {family.image_token}, --padding-token {family.padding_token}: they leave no {NUM_PHASES} tokens "
+            f"in a row of --vocab-size {family.vocab_size} for --mock-data -> enlarge the vocabulary"
+        )
+    return first, end
 
 
 def mock_prompt_tokens(family: GrootN17Config, num_cameras: int, prompt_length: int) -> int:
