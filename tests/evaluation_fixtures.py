@@ -22,7 +22,9 @@ IMAGE_SIZE = 32
 INSTRUCTIONS = ("Open a drawer", "Reach a goal position")
 
 
-def write_metaworld_like(root: Path, fps: int = 20, backend: EnvironmentBackend = METAWORLD, seed: int = 2) -> Path:
+def write_metaworld_like(
+    root: Path, fps: int = 20, backend: EnvironmentBackend = METAWORLD, seed: int = 2, state_offset: float = 0.0
+) -> Path:
     """Four short episodes with MetaWorld's (or another simulator's) features and random content."""
     num_states, num_actions = len(backend.state_names), len(backend.action_names)
     features: dict[str, Any] = {c: {"dtype": "image", "shape": [IMAGE_SIZE, IMAGE_SIZE, 3]} for c in backend.cameras}
@@ -33,7 +35,7 @@ def write_metaworld_like(root: Path, fps: int = 20, backend: EnvironmentBackend 
     for episode in range(4):
         length = 12 + episode
         columns = {
-            "observation.state": generator.uniform(-0.3, 1.0, (length, num_states)).astype(np.float32),
+            "observation.state": (state_offset + generator.uniform(-0.3, 1.0, (length, num_states))).astype(np.float32),
             "action": generator.uniform(-1, 1, (length, num_actions)).astype(np.float32),
         }
         frames = generator.integers(0, 256, (2, length, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)

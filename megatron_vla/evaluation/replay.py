@@ -81,8 +81,8 @@ def training_samples(
     # Read again from where it lies now, a mixture whole: its datasets share one order of views.
     changes: dict[str, Any] = {"data_access": "random", "num_workers": 0, "augmentation": "none"}
     if data_path:
-        # Held-out episodes keep the policy's own statistics: they stand for what it meets when it acts.
-        changes |= {"data_path": data_path, "allow_foreign_statistics": True}
+        # Held-out episodes keep the policy's own statistics, wherever these put them: they stand for what it will meet.
+        changes |= {"data_path": data_path, "allow_foreign_statistics": True, "max_out_of_range_fraction": 1.0}
     supply = build_data(dataclasses.replace(stored, data=dataclasses.replace(stored.data, **changes)), policy.family)
     if isinstance(supply.source, MixtureSource):
         parts = dict(zip(supply.preprocessor.parts, supply.source.parts(), strict=True))  # type: ignore[union-attr]

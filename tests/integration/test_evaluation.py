@@ -123,8 +123,9 @@ def test_replay_measures_actions_in_physical_units(save: Path) -> None:
 
 
 def test_replay_of_held_out_episodes_keeps_the_statistics_of_training(save: Path, tmp_path: Path) -> None:
-    """Other episodes are other data, which training with these statistics refuses; here the policy's own are what is asked."""
-    held_out = write_metaworld_like(tmp_path / "held_out", seed=3)
+    """Other episodes are other data, which training with these statistics refuses, far outside of their range even more; here
+    what the policy makes of them is what is asked."""
+    held_out = write_metaworld_like(tmp_path / "held_out", seed=3, state_offset=5.0)
     folder = open_checkpoint(save)
     policy = load_policy(folder, PolicySettings(device="cpu"), report=quiet)
     middle = policy.preprocessor.action_normalizer.unnormalize(np.zeros((1, 4)))
