@@ -28,12 +28,15 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.config.run import parse_args
 from megatron_vla.models.common.attention import attend, block_attention_mask, token_positions
 from megatron_vla.models.common.attention_mask import key_mask
 from megatron_vla.models.common.flow_matching import flow_time_embedding, integrate_velocity
 from megatron_vla.models.common.vision_encoder import VisionEmbeddings, VisionSizes
+from megatron_vla.models.pi05 import layers
 from megatron_vla.models.pi05.family import FAMILY
+from megatron_vla.optimizations.apply import apply_optimizations
 from megatron_vla.parallel.linear import column_parallel_linear
 from megatron_vla.parallel.tensor_parallel import TensorParallel
 
@@ -190,6 +193,22 @@ def test_views_are_one_batch() -> None:
     assert calls == [4, 2]
     patches = model.vision_tower.embeddings.position_embedding.num_embeddings
     assert relative_difference(second[:, :patches], both[:, patches : 2 * patches]) <= 1e-14
+
+
+def test_position_tables_are_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers of both streams share one table, also where backward recomputes them."""
+    made: list[int] = []
+    honest = layers.rotary_table
+
+    def counted(*arguments: Any) -> Any:
+        made.append(1)
+        return honest(*arguments)
+
+    monkeypatch.setattr(layers, "rotary_table", counted)
+    switches = OptimizationConfig(activation_checkpoint_module_patterns=("layers.*",))
+    model = apply_optimizations(tiny_model(), switches, FAMILY, lambda line: None)
+    mean_loss(model, tiny_batch()).backward()
+    assert len(made) == 1
 
 
 def test_patches_are_embedded_as_by_the_convolution() -> None:
