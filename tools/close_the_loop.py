@@ -34,7 +34,7 @@ from loop_recipes import RECIPES, FamilyRecipe
 from megatron_vla.config.cli import StrictParser, add_section, build_section
 from megatron_vla.evaluation.gate import paired_test
 from megatron_vla.evaluation.results import read_trials
-from megatron_vla.training.checkpoint_folder import find_latest
+from megatron_vla.training.checkpoint_folder import CheckpointFolder, find_latest
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("mujoco", "metaworld", "gymnasium", "glfw", "OpenGL", "scipy", "imageio", "pyarrow", "PIL")
@@ -275,17 +275,15 @@ def image_size(config: LoopConfig) -> str:
     return str(config.image_size or recipe_of(config).image_size)
 
 
+def latest_checkpoint(save: Path) -> CheckpointFolder | None:
+    """None before the first."""
+    return find_latest(save)[0] if save.is_dir() else None
+
+
 def saved_steps(save: Path) -> int | None:
     """Iteration of the latest checkpoint; None before the first."""
-    found = find_latest(save)[0] if save.is_dir() else None
+    found = latest_checkpoint(save)
     return None if found is None else found.iteration
-
-
-def checkpoint_config(save: Path) -> dict[str, Any]:
-    """Configuration of the latest checkpoint."""
-    found = find_latest(save)[0]
-    assert found is not None, f"{save} holds a checkpoint"
-    return found.config()
 
 
 def training_command(config: LoopConfig, output: Path, training: Training) -> list[object]:
@@ -416,15 +414,15 @@ def comparison(switched: Training, plain: Training) -> tuple[dict[str, Any], lis
 
 def compare_switches(loop: Loop, output: Path, switched: Training) -> bool:
     """Train and evaluate without any speed switch; whether success lies within the interval of `switched`."""
-    steps = saved_steps(switched.save)
-    assert steps is not None, "evaluated just now"
-    used = checkpoint_config(switched.save)["optimizer"]["lr_decay_style"]
+    trained = latest_checkpoint(switched.save)
+    assert trained is not None, "evaluated just now"
+    used = trained.config()["optimizer"]["lr_decay_style"]
     if (used == "constant") != (loop.config.train_iters is None):
         raise ValueError(
             f"{switched.save} was trained with a {used} schedule -> compare with the --train-iters of that training"
         )
     flags = (*recipe_of(loop.config).no_switches, *shlex.split(loop.config.train_flags))
-    plain = Training(switched.save.with_name(f"{switched.save.name}_plain"), flags, steps)
+    plain = Training(switched.save.with_name(f"{switched.save.name}_plain"), flags, trained.iteration)
     train(loop, output, plain, "train without switches")
     loop.run("evaluate without switches", evaluation_command(loop.config, plain, switched), accept=(0, 3))
     result, lines = comparison(switched, plain)

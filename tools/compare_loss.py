@@ -105,9 +105,14 @@ def read_losses(run: str) -> dict[int, float]:
     return losses
 
 
+def common_iterations(reference: Mapping[int, float], candidate: Mapping[int, float]) -> list[int]:
+    """What both runs have, ascending."""
+    return sorted(reference.keys() & candidate.keys())
+
+
 def compare(reference: Mapping[int, float], candidate: Mapping[int, float]) -> Comparison:
     """Figures over the iterations that both runs have. Raises ValueError for fewer than two or for a reference loss of zero."""
-    common = sorted(reference.keys() & candidate.keys())
+    common = common_iterations(reference, candidate)
     if len(common) < 2:
         raise ValueError(f"the runs have {len(common)} iterations in common (of {len(reference)} and {len(candidate)})")
     expected, found = (np.array([losses[i] for i in common], dtype=np.float64) for losses in (reference, candidate))
@@ -135,7 +140,7 @@ def draw(path: Path, reference: Mapping[int, float], candidate: Mapping[int, flo
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    common = sorted(reference.keys() & candidate.keys())
+    common = common_iterations(reference, candidate)
     figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(9, 6), sharex=True, height_ratios=(2, 1))
     for losses, name, style in ((reference, names[0], "-"), (candidate, names[1], "--")):
         upper.plot(common, [losses[i] for i in common], style, label=name, linewidth=1)
@@ -179,7 +184,7 @@ def main(arguments: Sequence[str]) -> int:
         path = Path(config.output)
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {**asdict(figures), "reference": config.reference, "candidate": config.candidate, "failed": violations}
-        common = sorted(reference.keys() & candidate.keys())
+        common = common_iterations(reference, candidate)
         losses = {name: [run[i] for i in common] for name, run in (("reference", reference), ("candidate", candidate))}
         content["losses"] = {"iteration": common, **losses}
         path.write_text(json.dumps(content, indent=1) + "\n")

@@ -20,7 +20,7 @@ from megatron_vla.models.groot_n1_7.assemble import Assembler
 from megatron_vla.models.groot_n1_7.batch import GrootN17Batch
 from megatron_vla.models.groot_n1_7.config import GrootN17Config
 from megatron_vla.models.groot_n1_7.convert import fixed_batch
-from megatron_vla.models.groot_n1_7.samples import GrootMockSource, draws
+from megatron_vla.models.groot_n1_7.samples import GrootMockSource, draws, word_tokens
 from megatron_vla.models.groot_n1_7.sampling import sample_actions
 from megatron_vla.parallel.groups import initialize, shut_down, world_size_from_environment
 from megatron_vla.parallel.parameter_shard import is_tensor_parallel_partial
@@ -72,7 +72,9 @@ def batch_of(spec: Spec) -> GrootN17Batch:
     config = spec.config
     if not spec.equal_images:
         return fixed_batch(config)
-    source = GrootMockSource(num_samples=9, family=config, num_cameras=2, prompt_length=4, num_embodiments=2, seed=1)
+    source = GrootMockSource(
+        num_samples=9, family=config, num_cameras=2, prompt_length=4, num_embodiments=2, word_tokens=word_tokens(config), seed=1
+    )
     return Assembler(config)([{**source(index, 0), **draws(config, 1, 0, index)} for index in range(3)])
 
 

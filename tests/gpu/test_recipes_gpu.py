@@ -55,7 +55,7 @@ def gradients_of(config: RunConfig, groups: ParallelGroups) -> dict[str, Tensor]
 
 
 def errors_by_part(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """Relative errors, of each module two levels below the model."""
+    """Relative errors of each part of the model: what shares the first three names of its path."""
     assert found.keys() == exact.keys()
     squares: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name, expected in exact.items():

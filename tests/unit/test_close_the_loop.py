@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from loop_fixtures import parsed
@@ -99,8 +100,8 @@ def test_another_schedule_is_not_compared(tmp_path: Path, monkeypatch: pytest.Mo
     """The comparison may be a command of its own; without the first one's --train-iters it would compare schedules."""
     save = tmp_path / "run"
     save.mkdir()
-    monkeypatch.setattr(close_the_loop, "saved_steps", lambda save: 20)
-    monkeypatch.setattr(close_the_loop, "checkpoint_config", lambda save: {"optimizer": {"lr_decay_style": "cosine"}})
+    trained = SimpleNamespace(iteration=20, config=lambda: {"optimizer": {"lr_decay_style": "cosine"}})
+    monkeypatch.setattr(close_the_loop, "latest_checkpoint", lambda save: trained)
     with pytest.raises(ValueError, match="run was trained with a cosine schedule -> compare with the --train-iters"):
         compare_switches(Loop(LoopConfig(), {}), tmp_path, Training(save, (), None))
 

@@ -180,7 +180,7 @@ def test_mock_words_are_no_image_tokens(image: int, padding: int) -> None:
     with pytest.raises(
         ValueError, match="--image-token 15, --padding-token 20: they leave no 16 tokens in a row of --vocab-size 32"
     ):
-        build_mock_source(crowded)[0](0, 0)
+        build_mock_source(crowded)
 
 
 def test_frozen_backbone_has_no_graph_and_is_rounded_once() -> None:

@@ -101,6 +101,7 @@ class GrootMockSource(WithoutFiles):
     num_cameras: int
     prompt_length: int
     num_embodiments: int
+    word_tokens: tuple[int, int]
     seed: int
 
     def __call__(self, index: int, epoch: int) -> dict[str, Any]:
@@ -133,7 +134,7 @@ class GrootMockSource(WithoutFiles):
 
     def _prompt(self, generator: np.random.Generator, phase: int) -> dict[str, np.ndarray]:
         family = self.family
-        low, high = word_tokens(family)
+        low, high = self.word_tokens
         words = generator.integers(low, high, self.prompt_length)
         words[0] = low + phase
         image = [family.image_token] * num_image_tokens(family)
@@ -172,6 +173,7 @@ def build_mock_source(config: RunConfig) -> tuple[GrootMockSource, tuple[str, ..
         num_cameras=data.mock_num_cameras,
         prompt_length=min(data.mock_prompt_length, room),
         num_embodiments=min(data.mock_num_embodiments, family.num_embodiments),
+        word_tokens=word_tokens(family),
         seed=config.training.seed,
     )
     return source, tuple(f"view_{i}" for i in range(data.mock_num_cameras))
