@@ -4,8 +4,9 @@
 #   bash benchmarks/fp8_loss.sh --fp8-recipe delayed --fp8-fast-accumulation all        base, openpi's learning rates, all switches
 #
 # Arguments go to the FP8 run. MODEL, DATA, SCHEDULE: flags that both runs share. OUT: folder for logs and the comparison.
-# Learning rates that take a model from its first values past the first plateau of the loss do not suit: single roundings then
-# decide when it leaves the plateau (small model, --lr 5e-5, --lr-warmup-iters 100: the same until step 120, 12 % apart after it).
+# Steps that take a model from its first values past the first plateau of the loss do not suit: single roundings then decide
+# when it leaves the plateau (small model, --lr 5e-5, --lr-warmup-iters 100: the same until step 120, 12 % apart after it). WARMUP:
+# so many steps in bf16 come first (their checkpoint takes 12 bytes a parameter below OUT), and both runs go on from there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-outputs/fp8_loss}
@@ -14,10 +15,16 @@ MODEL=${MODEL:---model-name pi05 --model-variant base --micro-batch-size 16 --at
   --allow-tf32 --runner full_iteration_graph}
 DATA=${DATA:---mock-data --mock-num-samples 100000 --mock-num-cameras 2 --mock-prompt-length 60 --num-workers 8}
 SCHEDULE=${SCHEDULE:---lr 2.5e-5 --lr-warmup-iters 1000 --lr-decay-iters 30000}
+WARMUP=${WARMUP:-0}
 read -r -d '' -a COMMON <<<"$MODEL $DATA $SCHEDULE" || true
 
-COMMON+=(--bf16 --train-iters 300 --seed 1234 --log-interval 50 --no-first-batch-report)
+COMMON+=(--bf16 --seed 1234 --log-interval 50 --no-first-batch-report)
 rm -rf "$OUT"
+if [ "$WARMUP" -gt 0 ]; then
+  python pretrain_vla.py "${COMMON[@]}" --train-iters "$WARMUP" --save "$OUT/start"
+  COMMON+=(--load "$OUT/start")
+fi
+COMMON+=(--train-iters $((WARMUP + 300)))
 python pretrain_vla.py "${COMMON[@]}" --log-dir "$OUT/bf16"
 python pretrain_vla.py "${COMMON[@]}" --log-dir "$OUT/fp8" --fp8 "$FP8" "$@"
 python tools/compare_loss.py --reference "$OUT/bf16" --candidate "$OUT/fp8" --output "$OUT/comparison.json" \

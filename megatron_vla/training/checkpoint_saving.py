@@ -30,7 +30,13 @@ from megatron_vla.data.pack_sampler import gathered_state
 from megatron_vla.parallel.groups import ParallelGroups
 from megatron_vla.training import checkpoint_folder, random_state
 from megatron_vla.training.checkpoint import FORMAT, RNG_FILE, TrainState, contents
-from megatron_vla.training.distributed_checkpoint import TENSOR_FOLDER, StorageError, write_parts
+from megatron_vla.training.distributed_checkpoint import (
+    TENSOR_FOLDER,
+    StorageError,
+    files_by_rank,
+    num_writer_threads,
+    write_parts,
+)
 from megatron_vla.training.tensor_file import write_tensors
 from megatron_vla.training.tensor_parts import Piece, StoredTensor, assign_writers, holdings, only_written
 from megatron_vla.version import __version__
@@ -239,7 +245,9 @@ class CheckpointSaver:
         temporary: Path | None = None
         try:
             temporary = self._on_main(lambda: checkpoint_folder.start_temporary(self.root, snapshot.iteration))
-            write_parts(temporary / TENSOR_FOLDER, snapshot.parts, self._group)
+            # In the background one thread is enough, and leaves the interpreter to training.
+            num_threads = 1 if self.in_background else num_writer_threads(snapshot.parts)
+            write_parts(temporary / TENSOR_FOLDER, snapshot.parts, self._group, num_threads)
             # Doubles as the barrier: nobody exits before the checkpoint is there.
             self._on_main(lambda: self._seal(temporary, snapshot))
         except (OSError, StorageError) as exception:
@@ -251,9 +259,9 @@ class CheckpointSaver:
 
     def _wait_for_parts(self, folder: Path) -> None:
         """Every rank's file must be visible here: a folder on each host's own disk would make a checkpoint with holes."""
-        missing = list(range(self.groups.world_size))
+        files = files_by_rank(folder)
         end = time.monotonic() + SHARED_FOLDER_SECONDS
-        while missing := [rank for rank in missing if not (folder / f"__{rank}_0.distcp").is_file()]:
+        while missing := [rank for rank, paths in files.items() if not all(path.is_file() for path in paths)]:
             if time.monotonic() > end:
                 raise OSError(f"the files of ranks {missing} are not visible to rank 0: --save must be shared by all hosts")
             time.sleep(0.2)

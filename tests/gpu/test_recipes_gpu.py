@@ -73,5 +73,6 @@ def test_every_part_has_its_gradient_with_all_switches(name: str, groups: Parall
     fast = errors_by_part(gradients_of(recipe(name, *RECIPES[name].all_switches), groups), exact)
     for part, error in fast.items():
         print(f"{part:40s} plain bf16 {plain[part]:.4f}, all switches {error:.4f}")
-    assert max(plain.values()) < 0.3
+    # One H200: at most 0.079 (Pi0.5) and 0.059 (GR00T).
+    assert max(plain.values()) < 0.1
     assert {part: error for part, error in fast.items() if error > 1.5 * plain[part] + 2e-3} == {}

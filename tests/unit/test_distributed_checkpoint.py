@@ -10,7 +10,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from megatron_vla.training.distributed_checkpoint import METADATA_FILE, PartReader, ReadRequest, StorageError, write_parts
+from megatron_vla.training import distributed_checkpoint
+from megatron_vla.training.distributed_checkpoint import (
+    METADATA_FILE,
+    PartReader,
+    ReadRequest,
+    StorageError,
+    files_by_rank,
+    num_writer_threads,
+    write_parts,
+)
 from megatron_vla.training.tensor_parts import Piece, StoredTensor, flat_range_boxes
 
 
@@ -82,6 +91,21 @@ def test_tensor_that_nobody_writes_is_found_when_saving(tmp_path: Path) -> None:
             },
             None,
         )
+
+
+def test_large_parts_are_written_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {f"model.w{n}": torch.randn(8, 1024) for n in range(5)}
+    parts = {name: cut_rows(name, tensor, 0) for name, tensor in tensors.items()}
+    assert num_writer_threads(parts) == 1
+    monkeypatch.setattr(distributed_checkpoint, "THREAD_BYTES", 64 << 10)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(16))
+    assert num_writer_threads(parts) == 3, "160 KiB"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert num_writer_threads(parts) == 2, "of 16 cores"
+    write_parts(tmp_path, parts, None, num_threads=3)
+    assert [path.name for path in files_by_rank(tmp_path)[0]] == ["__0_0.distcp", "__0_1.distcp", "__0_2.distcp"]
+    reader = PartReader(tmp_path)
+    assert all(torch.equal(reader.read(name), tensor) for name, tensor in tensors.items())
 
 
 def test_damaged_folders_are_said(tmp_path: Path) -> None:

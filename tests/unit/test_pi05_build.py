@@ -71,6 +71,9 @@ def test_first_values_follow_the_recipe_and_the_seed() -> None:
     assert float(xavier.detach().abs().max()) <= (6 / sum(xavier.shape)) ** 0.5
     assert float(model.token_embedding.weight.detach().std()) == pytest.approx(0.01, rel=0.05)
     assert torch.equal(model.vision_tower.post_layernorm.weight, torch.ones(32))
+    projector = build(run_config("--vision-projector-init", "fan_in")).vision_projector
+    assert float(projector.weight.detach().std() * projector.weight.shape[1] ** 0.5) == pytest.approx(1.0, abs=0.05)
+    assert projector.bias.count_nonzero() == 0
 
 
 def test_first_values_do_not_depend_on_other_parameters_or_precision() -> None:

@@ -94,7 +94,8 @@ class DitBlock(nn.Module):
         """Next hidden. memory: what a block that reads the backbone reads, as (gathered) tokens [B, K, H] or as their keys and
         values; None: its own tokens."""
         if isinstance(memory, Tensor):
-            memory = self.attention.key_value(memory)
+            assert mask_B11K is not None, "there is one for everything that is read"
+            memory = self.attention.key_value(memory, mask_B11K)
         return self.with_memory(hidden_BZH, condition_BC, num_tokens, owners, memory, mask_B11K)
 
     def with_memory(

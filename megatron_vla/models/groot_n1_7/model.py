@@ -256,15 +256,16 @@ class GrootN17Model(nn.Module):
         """Keys and values of every block that reads the backbone: they do not depend on flow time."""
         cached: list[KeyValue | None] = [None] * len(self.dit_layers)
         kinds = [kind_read_by(index, self.config.attend_text_every_n_blocks) for index in range(len(cached))]
-        for kind, tokens in (("text", memory.text_BLH), ("image", memory.image_BKH)):
-            blocks = [index for index, read in enumerate(kinds) if read == kind]
+        read = {"text": (memory.text_BLH, memory.text_mask_B11L), "image": (memory.image_BKH, memory.image_mask_B11K)}
+        for kind, (tokens, mask_B11K) in read.items():
+            blocks = [index for index, found in enumerate(kinds) if found == kind]
             if not blocks:
                 continue
             attentions = [cast(DitBlock, self.dit_layers[index]).attention for index in blocks]
             linears = [linear for attention in attentions for linear in (attention.k_proj, attention.v_proj)]
             parts = merged_linear(tokens, linears, attentions[0].merged)
             for index, attention, key, value in zip(blocks, attentions, parts[::2], parts[1::2], strict=True):
-                cached[index] = KeyValue(attention.split_heads(key), attention.split_heads(value))
+                cached[index] = attention.of_memory(key, value, mask_B11K)
         return cached
 
     def cached_velocity(

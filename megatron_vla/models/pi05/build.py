@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -39,8 +39,7 @@ FP32_PATTERNS = (
 # Assumed for balancing pipeline stages when no flag names the cameras.
 DEFAULT_VIEWS = 2
 
-# First match decides. adaRMS starts at zero, which closes every expert branch; the image projector starts at zero and opens
-# with its first gradient.
+# First match decides. adaRMS starts at zero, which closes every expert branch.
 _WEIGHT_RULES: tuple[tuple[str, draw.Initializer], ...] = (
     ("vision_tower.embeddings.patch_embedding", draw.lecun_normal),
     ("vision_tower.embeddings.position_embedding", draw.inverse_sqrt_width_normal),
@@ -48,7 +47,6 @@ _WEIGHT_RULES: tuple[tuple[str, draw.Initializer], ...] = (
     ("vision_tower.layers.*.layer_norm2", draw.ones),
     ("vision_tower.layers.*", draw.xavier_uniform),
     ("vision_tower.post_layernorm", draw.ones),
-    ("vision_projector", draw.zeros),
     ("token_embedding", draw.normal(0.01)),
     ("layers.*.*.input_norm", draw.zeros),
     ("layers.*.*.post_attention_norm", draw.zeros),
@@ -61,10 +59,14 @@ _WEIGHT_RULES: tuple[tuple[str, draw.Initializer], ...] = (
     ("time_mlp_out", draw.lecun_normal),
 )
 
+_PROJECTOR_INITIALIZERS = {"zeros": draw.zeros, "fan_in": draw.lecun_normal}
+
 
 def initialize(model: nn.Module, seed: int) -> None:
     """Draw all first values from `seed`."""
-    draw.initialize_parameters(model, draw.by_pattern(_WEIGHT_RULES), seed)
+    projector = _PROJECTOR_INITIALIZERS[cast(Pi05Model, model).config.vision_projector_init]
+    rules = (("vision_projector", projector), *_WEIGHT_RULES)
+    draw.initialize_parameters(model, draw.by_pattern(rules), seed)
 
 
 def build_module(

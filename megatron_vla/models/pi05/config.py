@@ -88,6 +88,10 @@ class Pi05Config:
     num_inference_steps: int = 10
     """Euler steps when sampling actions."""
 
+    vision_projector_init: Literal["zeros", "fan_in"] = "zeros"
+    """First values of the image projector. zeros: the released recipe, made for a tower that is trained already. fan_in: of
+    unit size, for models from scratch, which may never look at their images when these start at zero."""
+
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "base": {},
@@ -104,6 +108,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 8,
         "kv_channels": 64,
         "vocab_size": 4096,
+        "vision_projector_init": "fan_in",
     },
     "tiny": {
         "image_size": 56,
