@@ -41,7 +41,8 @@ class Batch(TensorFields):
     tokens_BL: int64, right-padded with 0; token_is_valid_BL: bool.
     actions_BTA: float32, normalised, zero in padded dimensions; action_is_valid_BTA: bool, the elements of the loss.
     action_dim_is_valid_BA: bool, the robot's own dimensions (False = padding up to --max-action-dim).
-    noise_BTA: float32 standard normal, in padded dimensions too; time_B: float32 flow time in (0, 1], 1 = noise.
+    noise_BTA: float32 standard normal, in padded dimensions too; time_B: float32 flow time in (0, 1], 1 = noise. With
+    --flow-draws K they are [B, K * T, A], draw after draw, and [B, K].
     state_BD: float32, normalised, zero-padded.
     sample_index_B: int64 dataset index; epoch_B: int64.
     """

@@ -4,7 +4,7 @@ Counter-based: the Philox key is (seed, stream), the upper counter words are (ep
 any rank, in any worker, at any place in the batch and after any restart, and no two samples ever share a block of the
 stream.
 
-Shape legend: T action horizon, A padded action dimensions, V views, P augmentation parameters per view.
+Shape legend: K draws, T action horizon, A padded action dimensions, V views, P augmentation parameters per view.
 """
 
 from __future__ import annotations
@@ -64,23 +64,27 @@ class _Restarted(threading.local):
 _restarted = _Restarted()
 
 
-def flow_draws(seed: int, epoch: int, sample_index: int, horizon: int, dim: int) -> tuple[np.ndarray, np.float32]:
-    """(noise float32 [T, A] ~ N(0, 1), flow time float32 in (0, 1], 1 = noise).
+def flow_draws(
+    seed: int, epoch: int, sample_index: int, horizon: int, dim: int, num_draws: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """(noise float32 [K * T, A] ~ N(0, 1), flow times float32 [K] in (0, 1], 1 = noise), draw after draw.
 
+    The first draws do not depend on how many there are.
     Time: tau ~ Beta(1.5, 1) by its inverse CDF u^(2/3), then t = 0.999 tau + 0.001 (Pi0, arXiv:2410.24164; openpi).
     """
     # Drawn in padded dimensions too: released weights were trained with noise there.
     generator = _restarted.generator
-    noise_TA = generator(seed, NOISE_STREAM, epoch, sample_index).standard_normal((horizon, dim), dtype=np.float32)
+    noise_TA = generator(seed, NOISE_STREAM, epoch, sample_index).standard_normal((num_draws * horizon, dim), dtype=np.float32)
     # A stream of its own, so that another horizon does not change the times.
-    uniform = generator(seed, TIME_STREAM, epoch, sample_index).random()
-    return noise_TA, np.float32(0.999 * uniform ** (2.0 / 3.0) + 0.001)
+    uniform_K = generator(seed, TIME_STREAM, epoch, sample_index).random(num_draws)
+    return noise_TA, (0.999 * uniform_K ** (2.0 / 3.0) + 0.001).astype(np.float32)
 
 
 def flow_draw_fields(family: Any, seed: int, epoch: int, sample_index: int) -> dict[str, Any]:
-    """`flow_draws` for a family's horizon and action width, as the fields of Batch."""
-    noise_TA, time_value = flow_draws(seed, epoch, sample_index, family.action_horizon, family.max_action_dim)
-    return {"noise_BTA": noise_TA, "time_B": time_value}
+    """`flow_draws` for a family's number of draws, horizon and action width, as the fields of Batch."""
+    num_draws = family.flow_draws
+    noise_TA, time_K = flow_draws(seed, epoch, sample_index, family.action_horizon, family.max_action_dim, num_draws)
+    return {"noise_BTA": noise_TA, "time_B": time_K[0] if num_draws == 1 else time_K}
 
 
 # In place of draws when actions are sampled: every sample starts from pure noise.

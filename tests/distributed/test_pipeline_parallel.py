@@ -85,6 +85,13 @@ def test_two_stages_fp64(pool: WorkerPool, alone: dict[str, Result], flags: tupl
     assert_same(ranks, alone["fp64"], 1e-9)
 
 
+def test_stages_send_every_draw_of_noise(pool: WorkerPool) -> None:
+    flags = ["--fp64", "--flow-draws", "3"]
+    expected = pipeline_cases.take_steps(0, [*flags, *ONE_PASS], 2)
+    ranks = [o.value for o in pool.run("take_steps", [*flags, *PP2, *FOUR_PASSES], 2)]
+    assert_same(ranks, expected, 1e-9)
+
+
 @pytest.mark.parametrize("flags", [PP2, INTERLEAVED], ids=["1F1B", "interleaved"])
 def test_two_stages_fp32_stay_equal_for_ten_steps(pool: WorkerPool, alone: dict[str, Result], flags: tuple[str, ...]) -> None:
     ranks = [o.value for o in pool.run("take_steps", [*flags, *FOUR_PASSES], 10)]

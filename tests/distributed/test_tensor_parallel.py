@@ -50,6 +50,7 @@ MATRIX = [
     Spec(changes=groups_of(8)),
     Spec(sequence_parallel=False, changes=groups_of(8)),
     Spec(changes={"image_size": 28, "vocab_size": 64, "max_prompt_length": 8, "action_horizon": 4}, num_samples=2),
+    Spec(changes={"flow_draws": 3}),
     Spec(num_samples=1),
     Spec(dtype=torch.float32),
     Spec(dtype=torch.float32, sequence_parallel=False),

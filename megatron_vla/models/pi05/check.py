@@ -32,12 +32,16 @@ _POSITIVE = (
     "action_horizon",
     "max_prompt_length",
     "num_inference_steps",
+    "flow_draws",
 )
 
 
 def check(config: RunConfig) -> list[Finding]:
     """Everything wrong with the family's section; reads headers of --pretrained-checkpoint, builds no weights."""
     findings = list(_dimension_findings(config.family))
+    if config.data.packing and config.family.flow_draws > 1:
+        what = "packs hold one action chunk a sample"
+        findings.append(error("--packing, --flow-draws", what, "use --flow-draws 1, or drop --packing"))
     if not findings:
         findings += tensor_parallel_findings(config.parallel, split_dimensions(config.family))
     return [*findings, *pretrained_findings(config, CONVERTER, can_build=not findings)]

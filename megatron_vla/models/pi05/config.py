@@ -81,6 +81,10 @@ class Pi05Config:
     """Elements in the loss: valid = the robot's dimensions at steps inside the episode; real_dims = also repeated steps
     beyond the episode's end (LeRobot's recipe); all = padded dimensions too (openpi's recipe)."""
 
+    flow_draws: int = 1
+    """Draws of noise and flow time that each sample of a step is trained on. Images and prompt pass the model once for all of
+    them; the loss is their mean. More draws make gradients less noisy for the cost of the action expert alone."""
+
     mask_padded_action_dims: bool = False
     """Zero the noisy actions in padded dimensions before the network sees them, so that noise there cannot move any output.
     Off as in the released weights, which were trained with noise in padded dimensions; sampling follows the same choice."""

@@ -87,6 +87,11 @@ def fixed_batch(config: Pi05Config) -> Batch:
     shape = (2, 2, 3, config.image_size, config.image_size)
     is_valid_BL = torch.arange(slots) < torch.tensor([[slots], [max(1, slots // 3)]])
     normal = torch.randn(2, 2, horizon, width, generator=generator)
+    noise_BTA, time_B = normal[1], torch.tensor([0.25, 0.9])
+    if (more := config.flow_draws - 1) > 0:
+        later = torch.Generator().manual_seed(20250102)
+        noise_BTA = torch.cat((noise_BTA, torch.randn(2, more * horizon, width, generator=later)), dim=1)
+        time_B = torch.cat((time_B[:, None], torch.rand(2, more, generator=later)), dim=1)
     return Batch(
         images_BVCHW=torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8),
         camera_is_present_BV=torch.tensor([[True, True], [True, False]]),
@@ -95,8 +100,8 @@ def fixed_batch(config: Pi05Config) -> Batch:
         actions_BTA=normal[0].clamp(-1, 1),
         action_is_valid_BTA=torch.ones(2, horizon, width, dtype=torch.bool),
         action_dim_is_valid_BA=torch.ones(2, width, dtype=torch.bool),
-        noise_BTA=normal[1],
-        time_B=torch.tensor([0.25, 0.9]),
+        noise_BTA=noise_BTA,
+        time_B=time_B,
         state_BD=torch.zeros(2, width),
         sample_index_B=torch.arange(2),
         epoch_B=torch.zeros(2, dtype=torch.int64),

@@ -31,6 +31,7 @@ from megatron_vla.parallel.tensor_parallel import NOT_PARALLEL, TensorParallel, 
 class AttentionPlan:
     """What all layers of one forward pass share, computed once: rotary tables and read masks of both streams.
 
+    `num_draws`: action chunks of a sample, which follow each other; each reads the prefix and itself.
     `actions_first`: action tokens read keys in the order (action, prefix) instead of (prefix, action).
     `suffix_owners`: whose condition each of this rank's action rows takes, under sequence parallelism.
     """
@@ -39,6 +40,7 @@ class AttentionPlan:
     suffix_rotary: RotaryTable
     prefix_mask: ReadMask
     suffix_mask: ReadMask
+    num_draws: int
     actions_first: bool
     suffix_owners: RowOwners | None
 
@@ -52,12 +54,18 @@ class AttentionPlan:
 
     def attend_suffix(self, query_BNTD: Tensor, prefix: KeyValue, own: KeyValue, backend: AttentionBackend) -> Tensor:
         """Actions read prefix and actions: [B, T, N * D]."""
+        prefix = KeyValue(*(repeated(tensor, self.num_draws) for tensor in prefix))
         sources = (own, prefix) if self.actions_first else (prefix, own)
         key, value = (torch.cat(parts, dim=2) for parts in zip(*sources, strict=True))
         return attend(query_BNTD, key, value, self.suffix_mask, backend)
 
 
 AnyAttentionPlan = AttentionPlan | PackedAttentionPlan
+
+
+def repeated(values_B: Tensor, num_draws: int) -> Tensor:
+    """Each sample's values once for each of its draws: [B * K, ...]."""
+    return values_B if num_draws == 1 else values_B.repeat_interleave(num_draws, dim=0)
 
 
 def plan_attention(
@@ -67,8 +75,11 @@ def plan_attention(
     dtype: torch.dtype,
     tensor_parallel: TensorParallel = NOT_PARALLEL,
     backend: AttentionBackend = "sdpa",
+    num_draws: int = 1,
 ) -> AttentionPlan:
     """Plan for these prefix tokens followed by `action_horizon` action tokens, all valid; `dtype` is the activations'.
+
+    `num_draws`: so many times `action_horizon` action tokens follow, at the same positions, blind to each other.
 
     For backends that know samples by their lengths (LENGTH_BACKENDS), valid prefix tokens come before padding.
     """
@@ -79,13 +90,15 @@ def plan_attention(
     # With the prefix's padding at the very end, the keys that an action token reads are one run: nothing need be gathered.
     actions_first = backend in LENGTH_BACKENDS
     keys_are_valid_BS = torch.cat((action_is_valid_BT, prefix_is_valid_BP), dim=1) if actions_first else is_valid_BS
+    queries_DT, keys_DS = repeated(action_is_valid_BT, num_draws), repeated(keys_are_valid_BS, num_draws)
     return AttentionPlan(
         prefix_rotary=rotary.tokens(0, num_prefix),
-        suffix_rotary=rotary.tokens(num_prefix, num_tokens),
+        suffix_rotary=RotaryTable(*(repeated(table, num_draws) for table in rotary.tokens(num_prefix, num_tokens))),
         prefix_mask=read_mask(backend, prefix_is_valid_BP, prefix_is_valid_BP, dtype),
-        suffix_mask=read_mask(backend, action_is_valid_BT, keys_are_valid_BS, dtype),
+        suffix_mask=read_mask(backend, queries_DT, keys_DS, dtype),
+        num_draws=num_draws,
         actions_first=actions_first,
-        suffix_owners=row_owners(is_valid_BS.shape[0], action_horizon, is_valid_BS.device, tensor_parallel),
+        suffix_owners=row_owners(queries_DT.shape[0], action_horizon, is_valid_BS.device, tensor_parallel),
     )
 
 

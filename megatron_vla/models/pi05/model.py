@@ -109,44 +109,60 @@ class Pi05Model(nn.Module):
 
     def forward(self, batch: Batch | PackedBatch) -> Tensor:
         """Squared velocity errors [B, T, A], unmasked; `flow_matching.masked_loss` reduces them."""
-        actions_BTA, noise_BTA = self.flow_inputs(batch)
-        x_BTA = noisy_actions(actions_BTA, noise_BTA, batch.time_B.to(self.interface_dtype))
-        velocity_BTA = self.velocity(batch, x_BTA, batch.time_B)
-        return (velocity_BTA - target_velocity(actions_BTA, noise_BTA)).square()
+        actions_DTA, noise_DTA, time_D = self.flow_inputs(batch)
+        x_DTA = noisy_actions(actions_DTA, noise_DTA, time_D.to(self.interface_dtype))
+        velocity_DTA = self.velocity(batch, x_DTA, time_D)
+        return self.squared_errors(velocity_DTA, actions_DTA, noise_DTA)
 
-    def flow_inputs(self, batch: Batch | PackedBatch) -> tuple[Tensor, Tensor]:
-        """(actions, noise), both [B, T, A] in the interface dtype."""
+    def squared_errors(self, velocity_DTA: Tensor, actions_DTA: Tensor, noise_DTA: Tensor) -> Tensor:
+        """Squared velocity errors [B, T, A], the mean of a sample's draws."""
+        error_DTA = (velocity_DTA - target_velocity(actions_DTA, noise_DTA)).square()
+        draws = self.config.flow_draws
+        return error_DTA if draws == 1 else error_DTA.unflatten(0, (-1, draws)).mean(dim=1)
+
+    def flow_inputs(self, batch: Batch | PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """(actions, noise, both [D, T, A] in the interface dtype, flow time [D]); D = B * K, a sample's K draws in a row."""
         # Padded dimensions are zero by contract; selecting makes garbage there harmless. Steps beyond the episode's end are not
         # padding in this sense: they hold the repeated last action and are attended to, as in the released recipe.
         actions_BTA = torch.where(batch.action_dim_is_valid_BA[:, None], batch.actions_BTA, 0.0)
-        return actions_BTA.to(self.interface_dtype), batch.noise_BTA.to(self.interface_dtype)
+        horizon, draws = batch.actions_BTA.shape[1], self.config.flow_draws
+        actions_DTA = actions_BTA if draws == 1 else actions_BTA.repeat_interleave(draws, dim=0)
+        noise_DTA = batch.noise_BTA.reshape(-1, horizon, batch.noise_BTA.shape[2])
+        return actions_DTA.to(self.interface_dtype), noise_DTA.to(self.interface_dtype), batch.time_B.flatten()
 
     def flops_per_sample(self, num_views: int, prompt_length: int, action_horizon: int | None = None) -> float:
-        """Forward FLOPs of one sample with these views, prompt slots and horizon, as this model computes it."""
+        """Forward FLOPs of one training sample with these views, prompt slots and horizon, as this model computes it."""
         return forward_flops(
             self.config,
             num_views=num_views,
             prompt_length=prompt_length,
             action_horizon=action_horizon,
+            num_draws=self.config.flow_draws,
             skip_dead_compute=self.skip_dead_compute,
         )
 
     def training_flops_per_sample(self, shapes: Mapping[str, Sequence[int]]) -> float:
         """FLOPs of forward and backward, which dead work has none of, of one sample of a batch of these shapes (by name)."""
         num_views, prompt_length = shapes["camera_is_present_BV"][1], shapes["tokens_BL"][1]
-        live = forward_flops(self.config, num_views=num_views, prompt_length=prompt_length, skip_dead_compute=True)
+        live = forward_flops(self.config, num_views=num_views, prompt_length=prompt_length, num_draws=self.config.flow_draws)
         return self.flops_per_sample(num_views, prompt_length) + 2.0 * live
 
-    def velocity(self, batch: Batch | PackedBatch, x_BTA: Tensor, time_B: Tensor) -> Tensor:
-        """Predicted dx/dt [B, T, A] at flow time `time_B`, both streams in one pass."""
-        prefix_BPH, plan = self._embed_and_plan(batch, x_BTA.shape[1])
-        suffix_BTE, condition_BE = self.embed_suffix(batch, x_BTA, time_B)
-        return self.backbone(prefix_BPH, suffix_BTE, condition_BE, plan)
+    def velocity(self, batch: Batch | PackedBatch, x_DTA: Tensor, time_D: Tensor) -> Tensor:
+        """Predicted dx/dt [D, T, A] at flow time `time_D`, both streams in one pass; a sample's draws follow each other."""
+        prefix_BPH, plan = self._embed_and_plan(batch, x_DTA.shape[1], x_DTA.shape[0] // batch.actions_BTA.shape[0])
+        suffix_DTE, condition_DE = self.embed_suffix(batch, x_DTA, time_D)
+        return self.backbone(prefix_BPH, suffix_DTE, condition_DE, plan)
 
-    def plan(self, prefix_is_valid_BP: Tensor, action_horizon: int, dtype: torch.dtype) -> AttentionPlan:
+    def plan(self, prefix_is_valid_BP: Tensor, action_horizon: int, dtype: torch.dtype, num_draws: int = 1) -> AttentionPlan:
         """What all layers share; `prefix_is_valid_BP` as `prefix_is_valid` gives it."""
         return plan_attention(
-            prefix_is_valid_BP, action_horizon, self.config, dtype, self.tensor_parallel, self.attention_backend
+            prefix_is_valid_BP,
+            action_horizon,
+            self.config,
+            dtype,
+            self.tensor_parallel,
+            self.attention_backend,
+            num_draws=num_draws,
         )
 
     def backbone(self, prefix_BPH: Tensor, suffix_BTE: Tensor, condition_BE: Tensor, plan: AnyAttentionPlan) -> Tensor:
@@ -175,13 +191,15 @@ class Pi05Model(nn.Module):
         side.join((suffix_BTE,))
         return prefix_BPH, suffix_BTE
 
-    def _embed_and_plan(self, batch: Batch | PackedBatch, action_horizon: int) -> tuple[Tensor, AnyAttentionPlan]:
+    def _embed_and_plan(
+        self, batch: Batch | PackedBatch, action_horizon: int, num_draws: int
+    ) -> tuple[Tensor, AnyAttentionPlan]:
         """Prefix stream and attention plan of a padded batch, or of a pack."""
         if isinstance(batch, PackedBatch):
             prefix_1PH = embed_packed_prefix(self, batch)
             return prefix_1PH, plan_packed_attention(batch, self.config, prefix_1PH.dtype)
         prefix_BPH, is_valid_BP = self.embed_prefix(batch)
-        return prefix_BPH, self.plan(is_valid_BP, action_horizon, prefix_BPH.dtype)
+        return prefix_BPH, self.plan(is_valid_BP, action_horizon, prefix_BPH.dtype, num_draws)
 
     def embed_prefix(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(hidden [B, P, H], is_valid [B, P]): the views' patches in slot order, then the prompt.
@@ -231,7 +249,8 @@ class Pi05Model(nn.Module):
         """(action stream [B, T, E] in the streams' dtype, adaRMS condition [B, E] in the interface dtype)."""
         config = self.config
         if config.mask_padded_action_dims:
-            x_BTA = torch.where(batch.action_dim_is_valid_BA[:, None], x_BTA, 0.0)
+            num_draws = x_BTA.shape[0] // batch.action_dim_is_valid_BA.shape[0]
+            x_BTA = torch.where(batch.action_dim_is_valid_BA.repeat_interleave(num_draws, dim=0)[:, None], x_BTA, 0.0)
         hidden_BTE = self.action_in_proj(x_BTA).to(self.token_embedding.weight.dtype)
         time_BE = flow_time_embedding(
             time_B, config.expert_hidden_size, config.time_min_period, config.time_max_period, self.interface_dtype

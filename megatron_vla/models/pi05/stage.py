@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_vla.data.batch import Batch
-from megatron_vla.models.common.flow_matching import noisy_actions, target_velocity
+from megatron_vla.models.common.flow_matching import noisy_actions
 from megatron_vla.models.pi05.model import Pi05Model, vision_sizes
 from megatron_vla.parallel.partial_model import PartialModel
 from megatron_vla.parallel.sequence_parallel import stream_shape
@@ -74,7 +74,7 @@ class Pi05Stage(Pi05Model, PartialModel):
         else:
             prefix_BPH, suffix_BTE, condition_BE = self._unpack(received_N11, batch)
         horizon = batch.actions_BTA.shape[1]
-        plan = self.plan(self.prefix_is_valid(batch), horizon, self._stream_dtype)
+        plan = self.plan(self.prefix_is_valid(batch), horizon, self._stream_dtype, self.config.flow_draws)
         for number in range(chunk.first_layer, chunk.end_layer):
             layer = self.layers.get_submodule(str(number))
             prefix_BPH, suffix_BTE = layer(prefix_BPH, suffix_BTE, condition_BE, plan)
@@ -83,23 +83,24 @@ class Pi05Stage(Pi05Model, PartialModel):
         if not self.skip_dead_compute:
             self.prefix_norm(prefix_BPH)
         velocity_BTA = self.read_out(suffix_BTE, condition_BE, plan)
-        return (velocity_BTA - target_velocity(*self.flow_inputs(batch))).square()
+        actions_BTA, noise_BTA, _ = self.flow_inputs(batch)
+        return self.squared_errors(velocity_BTA, actions_BTA, noise_BTA)
 
     def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        actions_BTA, noise_BTA = self.flow_inputs(batch)
-        x_BTA = noisy_actions(actions_BTA, noise_BTA, batch.time_B.to(self.interface_dtype))
+        actions_BTA, noise_BTA, time_B = self.flow_inputs(batch)
+        x_BTA = noisy_actions(actions_BTA, noise_BTA, time_B.to(self.interface_dtype))
         prefix_BPH, _ = self.embed_prefix(batch)
-        return prefix_BPH, *self.embed_suffix(batch, x_BTA, batch.time_B)
+        return prefix_BPH, *self.embed_suffix(batch, x_BTA, time_B)
 
     def _shapes(self, batch: Batch) -> tuple[tuple[int, ...], ...]:
         """Shapes of prefix, suffix and condition between two chunks, from the batch's shapes."""
         num_samples, num_views = batch.camera_is_present_BV.shape
         num_prefix = num_views * vision_sizes(self.config).num_patches + batch.tokens_BL.shape[1]
-        width = self.config.expert_hidden_size
+        width, num_chunks = self.config.expert_hidden_size, num_samples * self.config.flow_draws
         return (
             stream_shape(num_samples, num_prefix, self.config.hidden_size, self.tensor_parallel),
-            stream_shape(num_samples, batch.actions_BTA.shape[1], width, self.tensor_parallel),
-            (num_samples, width),
+            stream_shape(num_chunks, batch.actions_BTA.shape[1], width, self.tensor_parallel),
+            (num_chunks, width),
         )
 
     @property
