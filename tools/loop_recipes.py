@@ -29,7 +29,7 @@ RECIPES = {
         image_size=112,
         tokenizer="tokenizer.model",
         tokenizer_package="sentencepiece",
-        # Four draws of noise a sample cost 8 % more arithmetic, in the action expert.
+        # Four draws of noise a sample cost 7 % more arithmetic, in the action expert.
         model=("--max-prompt-length", "48", "--flow-draws", "4"),
         horizon=("--action-horizon",),
         all_switches=("--attention-backend", "matmul", *FAST),

@@ -258,7 +258,7 @@ class CheckpointSaver:
             raise RuntimeError(message) from exception
 
     def _wait_for_parts(self, folder: Path) -> None:
-        """Every rank's file must be visible here: a folder on each host's own disk would make a checkpoint with holes."""
+        """What ranks wrote must be visible here: a folder on each host's own disk would make a checkpoint with holes."""
         files = files_by_rank(folder)
         end = time.monotonic() + SHARED_FOLDER_SECONDS
         while missing := [rank for rank, paths in files.items() if not all(path.is_file() for path in paths)]:

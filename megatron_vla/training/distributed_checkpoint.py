@@ -31,11 +31,14 @@ from torch.distributed.checkpoint.planner import (
     LoadPlanner,
     ReadItem,
     SavePlan,
+    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from megatron_vla.training.tensor_parts import Piece, StoredTensor
 
@@ -124,13 +127,39 @@ def num_writer_threads(parts: Mapping[str, StoredTensor]) -> int:
     return max(1, min(MAX_THREADS, cores, math.ceil(num_bytes / THREAD_BYTES)))
 
 
+class _Writer(dcp.FileSystemWriter):
+    """Fails when one of its threads does: torch's prints the error, and describes what the other threads wrote."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """torch's; raises what a thread raised."""
+        failures: list[BaseException] = []
+        create_stream = self.fs.create_stream
+
+        @contextmanager
+        def watched(*arguments: Any) -> Iterator[io.IOBase]:
+            try:
+                with create_stream(*arguments) as stream:
+                    yield stream
+            except BaseException as failure:
+                failures.append(failure)
+                raise
+
+        self.fs.create_stream = watched  # type: ignore[method-assign, assignment]
+        done = super().write_data(plan, planner)
+        if failures:
+            raise failures[0]
+        if (written := len(done.wait())) != len(plan.items):
+            raise OSError(f"{len(plan.items) - written} of {len(plan.items)} pieces were not written")
+        return done
+
+
 def write_parts(folder: Path, parts: Mapping[str, StoredTensor], group: Any, num_threads: int = 1) -> None:
     """Write each rank's pieces under `folder`, flushed; collective over `group` (gloo). All ranks return when all are done.
 
     Raises StorageError on every rank when one of them could not write.
     """
     single = dist.get_world_size(group) == 1
-    writer = dcp.FileSystemWriter(folder, sync_files=True, overwrite=False, thread_count=num_threads)
+    writer = _Writer(folder, sync_files=True, overwrite=False, thread_count=num_threads)
     try:
         with _quiet_torch():
             dcp.save(dict(parts), storage_writer=writer, planner=_SavePlanner(), process_group=group, no_dist=single)

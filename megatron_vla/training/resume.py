@@ -32,6 +32,7 @@ HARMLESS_FIELDS = frozenset(
         "training.check_for_nan_in_loss_and_grad",
         "optimizer.fused_adam",  # rounds differently, as other kernels do
         "family.num_inference_steps",
+        "family.vision_projector_init",  # only read when nothing is resumed
         "data.prompt_padding",  # moves no loss, and pipelines need one length; --max-prompt-length, which cuts, is compared
         "data.data_path",  # a moved dataset is the same one: the statistics' fingerprint and the order hash prove it
         "data.num_workers",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -96,6 +99,7 @@ def test_tensor_that_nobody_writes_is_found_when_saving(tmp_path: Path) -> None:
 def test_large_parts_are_written_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {f"model.w{n}": torch.randn(8, 1024) for n in range(5)}
     parts = {name: cut_rows(name, tensor, 0) for name, tensor in tensors.items()}
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert num_writer_threads(parts) == 1
     monkeypatch.setattr(distributed_checkpoint, "THREAD_BYTES", 64 << 10)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(16))
@@ -106,6 +110,24 @@ def test_large_parts_are_written_by_several_threads(tmp_path: Path, monkeypatch:
     assert [path.name for path in files_by_rank(tmp_path)[0]] == ["__0_0.distcp", "__0_1.distcp", "__0_2.distcp"]
     reader = PartReader(tmp_path)
     assert all(torch.equal(reader.read(name), tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_cannot_write_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    another_failed, honest = threading.Event(), os.fsync
+
+    def full_elsewhere(file: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            another_failed.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        assert another_failed.wait(30)
+        honest(file)
+
+    monkeypatch.setattr(os, "fsync", full_elsewhere)
+    with pytest.raises(StorageError, match="No space left") as failure:
+        write_parts(tmp_path, {f"w{n}": cut_rows(f"w{n}", torch.randn(8, 8), 0) for n in range(5)}, None, num_threads=3)
+    assert isinstance(failure.value.cause, OSError) and failure.value.cause.errno == errno.ENOSPC
+    assert not (tmp_path / METADATA_FILE).exists()
 
 
 def test_damaged_folders_are_said(tmp_path: Path) -> None:

@@ -61,9 +61,9 @@ class MultiHeadAttention(MergesProjections):
 
         What all keys have in common adds the same to all scores of a query, and softmax drops it. But fused kernels subtract
         from a score's gradient a mean that they compute from the rounded output: that error, times what the keys have in
-        common, lands in the gradient of the queries. In bf16 it was up to 3.6 times the gradient itself where the tokens read
-        resemble each other, and is 5 % without the mean. The mean is a constant: the gradients of all keys add up to zero.
-        mask: additive; a query whose scores are all equal would read the mean.
+        common, lands in the gradient of the queries. In bf16 it was up to 2.6 times the gradient itself where the tokens read
+        resemble each other (small GR00T on an H200), and is 4 % without the mean. The mean is a constant: the gradients of
+        all keys add up to zero. mask: additive, so its softmax is 1 / n on the n tokens that are read.
         """
         weight_BK1 = mask_B11K[:, 0, 0].softmax(-1).to(key_BKH.dtype).unsqueeze(-1)
         key_BKH = key_BKH - (weight_BK1 * key_BKH.detach()).sum(1, keepdim=True)

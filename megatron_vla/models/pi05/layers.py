@@ -6,7 +6,8 @@ the first one once.
 
 Under sequence parallelism the streams between layers are this rank's rows [R, H] and [R, E] (parallel/sequence_parallel.py).
 
-Shape legend: B samples, P prefix tokens, T action horizon, H prefix hidden, E expert hidden, C condition.
+Shape legend: B samples, P prefix tokens, T action horizon, H prefix hidden, E expert hidden, C condition. The action stream
+has a sample's draws of noise in a row (--flow-draws): its B is then D = B * K chunks.
 """
 
 from __future__ import annotations

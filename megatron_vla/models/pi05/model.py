@@ -1,7 +1,8 @@
 """Pi0.5 (openpi, arXiv:2504.16054): SigLIP features and prompt tokens, read by an action expert that predicts flow velocity.
 
 Shape legend: B samples, V views, C channels, Y X pixel rows and columns, L prompt slots, P prefix tokens (V * patches + L),
-T action horizon, A padded action dimensions, H prefix hidden, E expert hidden.
+T action horizon, A padded action dimensions, H prefix hidden, E expert hidden, D action chunks: each sample's draws of noise
+in a row (--flow-draws). What is said of B in the action stream holds for D.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ in the widest dtype of the three (fp32; fp64 in fp64 models). So nothing is roun
 positions do not travel: every stage reads the same batch.
 
 Shape legend: B samples, P prefix tokens, T action horizon, A padded action dimensions, H prefix hidden, E expert hidden,
-N elements of the tensor between stages.
+N elements of the tensor between stages. In the action stream B counts a sample's draws of noise (--flow-draws).
 """
 
 from __future__ import annotations
