@@ -40,6 +40,16 @@ class ModelUnits:
     layers: tuple[Unit, ...]
     last: Unit
 
+    @property
+    def forward_flops(self) -> float:
+        """Of the whole model, per sample."""
+        return sum(unit.forward_flops for unit in (self.first, *self.layers, self.last))
+
+    @property
+    def cost(self) -> float:
+        """FLOPs of one sample in training, of the whole model."""
+        return sum(unit.cost for unit in (self.first, *self.layers, self.last))
+
 
 @dataclass(frozen=True)
 class Chunk:

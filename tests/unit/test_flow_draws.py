@@ -13,7 +13,7 @@ from megatron_vla.config.run import parse_args
 from megatron_vla.data.batch import Batch
 from megatron_vla.models.common.attention_mask import AttentionBackend
 from megatron_vla.models.pi05.family import FAMILY
-from megatron_vla.models.pi05.flops import forward_flops
+from megatron_vla.models.pi05.flops import model_units
 from megatron_vla.models.pi05.model import Pi05Model
 
 DRAWS = 3
@@ -63,7 +63,7 @@ def test_samples_come_with_their_draws() -> None:
 def test_flops_count_every_draw() -> None:
     """Actions are linear in the number of draws; images and prompt are counted once."""
     counts = [
-        forward_flops(tiny_config(), num_views=2, prompt_length=8, num_draws=draws, skip_dead_compute=False)
+        model_units(tiny_config(flow_draws=draws), num_views=2, prompt_length=8, skip_dead_compute=False).forward_flops
         for draws in (1, 2, 3)
     ]
     assert counts[2] - counts[1] == pytest.approx(counts[1] - counts[0], rel=1e-12)

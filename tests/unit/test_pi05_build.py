@@ -14,7 +14,7 @@ from megatron_vla.config.run import parse_args
 from megatron_vla.models.common.rotary import rotary_table, rotate
 from megatron_vla.models.pi05.build import build, build_module
 from megatron_vla.models.pi05.config import VARIANTS, Pi05Config
-from megatron_vla.models.pi05.flops import forward_flops
+from megatron_vla.models.pi05.flops import model_units
 
 
 def run_config(*flags: str) -> Any:
@@ -124,9 +124,9 @@ def test_parameter_counts_of_base() -> None:
 )
 def test_flops_of_base(views: int, horizon: int, total: float, dead: float) -> None:
     options = {"num_views": views, "prompt_length": 200, "action_horizon": horizon}
-    everything = forward_flops(Pi05Config(), skip_dead_compute=False, **options)
+    everything = model_units(Pi05Config(), skip_dead_compute=False, **options).forward_flops
     assert everything / 1e9 == pytest.approx(total, abs=0.05)
-    assert (everything - forward_flops(Pi05Config(), **options)) / 1e9 == pytest.approx(dead, abs=0.05)
+    assert (everything - model_units(Pi05Config(), **options).forward_flops) / 1e9 == pytest.approx(dead, abs=0.05)
 
 
 def test_dead_work_has_no_backward() -> None:

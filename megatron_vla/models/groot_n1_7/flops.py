@@ -43,7 +43,7 @@ def training_flops(
 ) -> float:
     """FLOPs of forward and backward of one sample: three passes of what is trained, one of what is frozen."""
     units = model_units(config, patches_of_images=patches_of_images, num_tokens=num_tokens, action_horizon=action_horizon)
-    return sum(unit.cost for unit in (units.first, *units.layers, units.last))
+    return units.cost
 
 
 def _vision(config: GrootN17Config, patches_of_images: Sequence[int]) -> list[float]:

@@ -125,6 +125,5 @@ def pipeline_units(config: RunConfig) -> ModelUnits:
         config.family,
         num_views=views,
         prompt_length=config.family.max_prompt_length,
-        num_draws=config.family.flow_draws,
         skip_dead_compute=config.optimization.skip_dead_compute,
     )

@@ -7,15 +7,9 @@ from megatron_vla.parallel.stage_plan import ModelUnits, Unit
 
 
 def model_units(
-    config: Pi05Config,
-    *,
-    num_views: int,
-    prompt_length: int,
-    action_horizon: int | None = None,
-    num_draws: int = 1,
-    skip_dead_compute: bool = True,
+    config: Pi05Config, *, num_views: int, prompt_length: int, action_horizon: int | None = None, skip_dead_compute: bool = True
 ) -> ModelUnits:
-    """One sample's forward pass with these views, prompt slots, horizon and draws of noise, by pipeline unit.
+    """One training sample's forward pass with these views, prompt slots and horizon, by pipeline unit.
 
     The attention of T tokens counts T * T pairs, as model FLOPs are usually counted, although prefix tokens never read actions.
     `skip_dead_compute` leaves out what the last prefix layer computes beyond its keys and values.
@@ -34,39 +28,19 @@ def model_units(
     width, expert = config.hidden_size, config.expert_hidden_size
     prefix_matrices = width * (2 * heads + 2 * groups + 3 * config.ffn_hidden_size)
     suffix_matrices = expert * (2 * heads + 2 * groups + 3 * config.expert_ffn_hidden_size)
-    actions = num_draws * horizon
+    draws = config.flow_draws
+    actions = draws * horizon
     attention = 2 * (prefix + actions) * tokens * heads
-    norm_condition = 3 * expert**2 * num_draws
+    norm_condition = 3 * expert**2 * draws
     layer = prefix * prefix_matrices + actions * suffix_matrices + attention + 2 * norm_condition
     dead = prefix * (prefix_matrices - 2 * groups * width) + 2 * prefix * tokens * heads if skip_dead_compute else 0
 
     interface = actions * expert * config.max_action_dim
     last_layer = config.num_layers - 1
     return ModelUnits(
-        first=Unit("vision tower and embeddings", 2.0 * (vision + projector + interface + 2 * expert**2 * num_draws)),
+        first=Unit("vision tower and embeddings", 2.0 * (vision + projector + interface + 2 * expert**2 * draws)),
         layers=tuple(
             Unit(f"layers.{index}", 2.0 * (layer - (dead if index == last_layer else 0))) for index in range(config.num_layers)
         ),
         last=Unit("read-out", 2.0 * (interface + norm_condition)),
     )
-
-
-def forward_flops(
-    config: Pi05Config,
-    *,
-    num_views: int,
-    prompt_length: int,
-    action_horizon: int | None = None,
-    num_draws: int = 1,
-    skip_dead_compute: bool = True,
-) -> float:
-    """FLOPs of the whole forward pass; arguments as `model_units`. Training: about 2.9 times."""
-    units = model_units(
-        config,
-        num_views=num_views,
-        prompt_length=prompt_length,
-        action_horizon=action_horizon,
-        num_draws=num_draws,
-        skip_dead_compute=skip_dead_compute,
-    )
-    return sum(unit.forward_flops for unit in (units.first, *units.layers, units.last))

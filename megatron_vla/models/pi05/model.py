@@ -26,8 +26,8 @@ from megatron_vla.models.common.normalization import AdaptiveRMSNorm, RMSNorm
 from megatron_vla.models.common.side_stream import SideStream
 from megatron_vla.models.common.vision_encoder import VisionEncoder, VisionSizes
 from megatron_vla.models.pi05.config import Pi05Config
-from megatron_vla.models.pi05.flops import forward_flops
-from megatron_vla.models.pi05.layers import AnyAttentionPlan, AttentionPlan, JointLayer, plan_attention
+from megatron_vla.models.pi05.flops import model_units
+from megatron_vla.models.pi05.layers import AnyAttentionPlan, AttentionPlan, JointLayer, plan_attention, repeated
 from megatron_vla.models.pi05.packed import embed_packed_prefix, plan_packed_attention
 from megatron_vla.parallel.linear import replicated_linear, row_local_linear, token_embedding
 from megatron_vla.parallel.sequence_parallel import join_samples, split_rows
@@ -126,27 +126,25 @@ class Pi05Model(nn.Module):
         # Padded dimensions are zero by contract; selecting makes garbage there harmless. Steps beyond the episode's end are not
         # padding in this sense: they hold the repeated last action and are attended to, as in the released recipe.
         actions_BTA = torch.where(batch.action_dim_is_valid_BA[:, None], batch.actions_BTA, 0.0)
-        horizon, draws = batch.actions_BTA.shape[1], self.config.flow_draws
-        actions_DTA = actions_BTA if draws == 1 else actions_BTA.repeat_interleave(draws, dim=0)
-        noise_DTA = batch.noise_BTA.reshape(-1, horizon, batch.noise_BTA.shape[2])
+        actions_DTA = repeated(actions_BTA, self.config.flow_draws)
+        noise_DTA = batch.noise_BTA.reshape(actions_DTA.shape)
         return actions_DTA.to(self.interface_dtype), noise_DTA.to(self.interface_dtype), batch.time_B.flatten()
 
     def flops_per_sample(self, num_views: int, prompt_length: int, action_horizon: int | None = None) -> float:
         """Forward FLOPs of one training sample with these views, prompt slots and horizon, as this model computes it."""
-        return forward_flops(
+        return model_units(
             self.config,
             num_views=num_views,
             prompt_length=prompt_length,
             action_horizon=action_horizon,
-            num_draws=self.config.flow_draws,
             skip_dead_compute=self.skip_dead_compute,
-        )
+        ).forward_flops
 
     def training_flops_per_sample(self, shapes: Mapping[str, Sequence[int]]) -> float:
         """FLOPs of forward and backward, which dead work has none of, of one sample of a batch of these shapes (by name)."""
         num_views, prompt_length = shapes["camera_is_present_BV"][1], shapes["tokens_BL"][1]
-        live = forward_flops(self.config, num_views=num_views, prompt_length=prompt_length, num_draws=self.config.flow_draws)
-        return self.flops_per_sample(num_views, prompt_length) + 2.0 * live
+        live = model_units(self.config, num_views=num_views, prompt_length=prompt_length)
+        return self.flops_per_sample(num_views, prompt_length) + 2.0 * live.forward_flops
 
     def velocity(self, batch: Batch | PackedBatch, x_DTA: Tensor, time_D: Tensor) -> Tensor:
         """Predicted dx/dt [D, T, A] at flow time `time_D`, both streams in one pass; a sample's draws follow each other."""
@@ -250,8 +248,8 @@ class Pi05Model(nn.Module):
         """(action stream [B, T, E] in the streams' dtype, adaRMS condition [B, E] in the interface dtype)."""
         config = self.config
         if config.mask_padded_action_dims:
-            num_draws = x_BTA.shape[0] // batch.action_dim_is_valid_BA.shape[0]
-            x_BTA = torch.where(batch.action_dim_is_valid_BA.repeat_interleave(num_draws, dim=0)[:, None], x_BTA, 0.0)
+            is_valid_BA = batch.action_dim_is_valid_BA
+            x_BTA = torch.where(repeated(is_valid_BA, x_BTA.shape[0] // is_valid_BA.shape[0])[:, None], x_BTA, 0.0)
         hidden_BTE = self.action_in_proj(x_BTA).to(self.token_embedding.weight.dtype)
         time_BE = flow_time_embedding(
             time_B, config.expert_hidden_size, config.time_min_period, config.time_max_period, self.interface_dtype
