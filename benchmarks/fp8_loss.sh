@@ -6,7 +6,8 @@
 # Arguments go to the FP8 run. MODEL, DATA, SCHEDULE: flags that both runs share. OUT: folder for logs and the comparison.
 # Steps that take a model from its first values past the first plateau of the loss do not suit: single roundings then decide
 # when it leaves the plateau (small model, --lr 5e-5, --lr-warmup-iters 100: the same until step 120, 12 % apart after it). WARMUP:
-# so many steps in bf16 come first (their checkpoint takes 12 bytes a parameter below OUT), and both runs go on from there.
+# so many steps in bf16 come first (their checkpoint takes 12 bytes a parameter below OUT; one that is there is used again), and
+# both runs go on from there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-outputs/fp8_loss}
@@ -19,9 +20,12 @@ WARMUP=${WARMUP:-0}
 read -r -d '' -a COMMON <<<"$MODEL $DATA $SCHEDULE" || true
 
 COMMON+=(--bf16 --seed 1234 --log-interval 50 --no-first-batch-report)
-rm -rf "$OUT"
+rm -rf "$OUT/bf16" "$OUT/fp8"
 if [ "$WARMUP" -gt 0 ]; then
-  python pretrain_vla.py "${COMMON[@]}" --train-iters "$WARMUP" --save "$OUT/start"
+  if [ "$(cat "$OUT/start/latest_checkpointed_iteration.txt" 2>/dev/null)" != "$WARMUP" ]; then
+    rm -rf "$OUT/start"
+    python pretrain_vla.py "${COMMON[@]}" --train-iters "$WARMUP" --save "$OUT/start"
+  fi
   COMMON+=(--load "$OUT/start")
 fi
 COMMON+=(--train-iters $((WARMUP + 300)))

@@ -33,7 +33,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_vla.config.cli import StrictParser, add_section, build_section
-from megatron_vla.data.lerobot_writer import LeRobotWriter, encode_png
+from megatron_vla.data.lerobot_writer import EncodedPictures, LeRobotWriter
 from megatron_vla.evaluation.environments.interface import (
     Environment,
     EnvironmentBackend,
@@ -120,7 +120,7 @@ class RecordingConfig:
 
 @dataclass(frozen=True)
 class Episode:
-    """One successful demonstration. images: camera -> uint8 THWC, or T PNG files; state_TD and actions_TA float32."""
+    """One successful demonstration. images: camera -> uint8 THWC, or T encoded ones; state_TD and actions_TA float32."""
 
     task: str
     instruction: str
@@ -128,7 +128,7 @@ class Episode:
     attempts: int
     environment_seed: int
     noisy: bool
-    images: dict[str, np.ndarray | list[bytes]]
+    images: dict[str, np.ndarray | EncodedPictures]
     state_TD: np.ndarray
     actions_TA: np.ndarray
     montage: list[np.ndarray]
@@ -226,7 +226,7 @@ def attempt_episode(
     images: dict[str, Any] = {c: np.stack([o.images[c] for o in observations]) for c in cameras}
     shown = [images[camera][step] for camera in images for step in (0, last // 2, last)]
     if config.picture_format == "png":
-        images = {camera: [encode_png(picture, 1) for picture in pictures] for camera, pictures in images.items()}
+        images = {camera: EncodedPictures.of(pictures_THWC) for camera, pictures_THWC in images.items()}
     return Episode(
         task.name,
         task.instruction,

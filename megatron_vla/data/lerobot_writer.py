@@ -10,6 +10,7 @@ import io
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,27 @@ CodebaseVersion = Literal["v2.0", "v2.1", "v3.0"]
 MEGABYTE = 1 << 20
 EPISODE_ROWS_PER_GROUP = 256
 V2_STATISTICS = ("min", "max", "mean", "std", "count")
+
+
+@dataclass(frozen=True)
+class EncodedPictures:
+    """One camera's frames of an episode as PNG files, with what statistics need of them: made where the frames are.
+
+    `LeRobotWriter` is one process, and has to do nothing with them but to write them down: of 26 ms for an episode of 51 frames
+    of three cameras of 112 pixels 14 were decoding and counting. shape: of each frame, [H, W, 3].
+    """
+
+    files: list[bytes]
+    shape: tuple[int, ...]
+    histogram: ImageHistogram
+
+    @classmethod
+    def of(cls, frames_THWC: np.ndarray, compress_level: int = 1) -> EncodedPictures:
+        """Encode uint8 frames."""
+        histogram = ImageHistogram()
+        for frame_HWC in frames_THWC[::FRAME_STRIDE]:
+            histogram.add(frame_HWC)
+        return cls([encode_png(frame_HWC, compress_level) for frame_HWC in frames_THWC], frames_THWC.shape[1:], histogram)
 
 
 class LeRobotWriter:
@@ -106,13 +128,13 @@ class LeRobotWriter:
     def add_episode(
         self,
         columns: Mapping[str, np.ndarray],
-        images: Mapping[str, np.ndarray | Iterable[np.ndarray | bytes]],
+        images: Mapping[str, np.ndarray | Iterable[np.ndarray] | EncodedPictures],
         instruction: str,
     ) -> int:
         """Append one episode and return its index.
 
         columns: feature -> array [T, *shape] (or [T] for shape (1,)). images: camera -> uint8 [T, H, W, 3] or an iterable of
-        T frames; for "image" features also T PNG files (bytes), every one of them of the feature's shape.
+        T frames; for "image" features also T encoded ones.
         """
         if self._broken:
             raise ValueError(f"{self.root}: recording is unusable since {self._broken}; start a new folder")
@@ -204,7 +226,7 @@ class LeRobotWriter:
     def _write_camera(
         self,
         camera: str,
-        frames: Iterable[np.ndarray | bytes],
+        frames: Iterable[np.ndarray] | EncodedPictures,
         num_frames: int,
         episode: int,
         video_row: dict[str, Any],
@@ -213,32 +235,30 @@ class LeRobotWriter:
         is_video = self.features[camera]["dtype"] == "video"
         encoder = self._encoder(camera, episode, video_row) if is_video else None
         first = encoder.num_frames if encoder else 0
-        histogram, blobs = ImageHistogram(), []
+        files: list[bytes] = []
+        histogram = ImageHistogram()
         count = 0
         shape = tuple(self.features[camera]["shape"])
+        if isinstance(frames, EncodedPictures):
+            if is_video or frames.shape != shape:
+                wanted = "a video" if is_video else f"uint8 {shape}"
+                raise ValueError(f"episode {episode}, camera {camera!r}: PNG files of {frames.shape}; features say {wanted}")
+            files, histogram, count, frames = frames.files, frames.histogram, len(frames.files), ()
         for frame in frames:
-            if isinstance(frame, bytes):
-                if is_video:
-                    raise ValueError(f"episode {episode}, camera {camera!r}: a PNG file was given for a video feature")
-                blobs.append({"bytes": frame, "path": f"frame_{count:06d}.png"})
-                if count % FRAME_STRIDE == 0:
-                    histogram.add(_decoded_png(frame, shape, f"episode {episode}, camera {camera!r}, frame {count}"))
-                count += 1
-                continue
             if tuple(frame.shape) != shape or frame.dtype != np.uint8:
                 found = f"{frame.dtype} {tuple(frame.shape)}"
                 raise ValueError(f"episode {episode}, camera {camera!r}, frame {count}: {found}; features say uint8 {shape}")
             if encoder is not None:
                 encoder.add(frame, keyframe=count == 0)
             else:
-                blobs.append({"bytes": encode_png(frame), "path": f"frame_{count:06d}.png"})
+                files.append(encode_png(frame))
             if count % FRAME_STRIDE == 0:
                 histogram.add(frame)
             count += 1
         if count != num_frames:
             raise ValueError(f"episode {episode}, camera {camera!r}: {count} frames, columns have {num_frames}")
         if encoder is None:
-            encoded[camera] = blobs
+            encoded[camera] = [{"bytes": file, "path": f"frame_{number:06d}.png"} for number, file in enumerate(files)]
         elif self.version == "v3.0":
             video_row[f"videos/{camera}/from_timestamp"] = first / self.fps
             video_row[f"videos/{camera}/to_timestamp"] = (first + count) / self.fps
@@ -292,11 +312,13 @@ class LeRobotWriter:
             else:
                 fields.append(_to_arrow(arrays[field.name], field.type))
         table = pa.Table.from_arrays(fields, schema=self._schema)
-        # Pictures never repeat: a dictionary of them takes half the time of writing an episode, and saves nothing.
+        # PNG files never repeat and are compressed already. Snappy saves nothing and takes two thirds of the time of writing
+        # them (6.4 ms of an episode of 1.9 MB, 1.9 ms without), a dictionary as much again.
+        options: dict[str, Any] = {"use_dictionary": False, "compression": "none"} if encoded else {}
         if self.version != "v3.0":
             path = self.root / layout.V2_DATA_PATH.format(episode_chunk=episode // self._chunks_size, episode_index=episode)
             path.parent.mkdir(parents=True, exist_ok=True)
-            pq.write_table(table, path, use_dictionary=not encoded)
+            pq.write_table(table, path, **options)
             self._data_files.append(path)
             return {}
         size = self._data_files[-1].stat().st_size if self._data_files else 0
@@ -306,7 +328,7 @@ class LeRobotWriter:
             chunk, file = self._next_file("data")
             path = self.root / layout.V3_DATA_PATH.format(chunk_index=chunk, file_index=file)
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._data_writer = pq.ParquetWriter(path, self._schema, use_dictionary=not encoded)
+            self._data_writer = pq.ParquetWriter(path, self._schema, **options)
             self._data_files.append(path)
         self._data_writer.write_table(table, row_group_size=num_frames)  # one row group per episode: cheap to read one episode
         self._file_episodes["data"] += 1
@@ -411,16 +433,6 @@ def encode_png(frame_HWC: np.ndarray, compress_level: int = 6) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(frame_HWC).save(buffer, format="PNG", compress_level=compress_level)
     return buffer.getvalue()
-
-
-def _decoded_png(content: bytes, shape: tuple[int, ...], where: str) -> np.ndarray:
-    """Picture of a PNG file that was encoded elsewhere. Raises ValueError when its shape is not the feature's."""
-    from PIL import Image
-
-    picture_HWC = np.asarray(Image.open(io.BytesIO(content)))
-    if picture_HWC.shape != shape or picture_HWC.dtype != np.uint8:
-        raise ValueError(f"{where}: {picture_HWC.dtype} {picture_HWC.shape}; features say uint8 {shape}")
-    return picture_HWC
 
 
 def _append_line(path: Path, entry: Mapping[str, Any]) -> None:

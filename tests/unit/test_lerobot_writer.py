@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from make_fixture_dataset import CAMERAS, LENGTHS, code_frame, make_dataset, motion, read_code
+from PIL import Image
 
 from megatron_vla.data.frame_source import FrameSource
 from megatron_vla.data.lerobot_statistics import ImageHistogram, column_statistics
-from megatron_vla.data.lerobot_writer import LeRobotWriter
+from megatron_vla.data.lerobot_writer import EncodedPictures, LeRobotWriter
 from megatron_vla.data.metadata import read_metadata
 
 CAMERA_FEATURE = {"dtype": "video", "shape": (224, 224, 3), "names": ["height", "width", "channel"]}
@@ -142,6 +144,37 @@ def test_failed_camera_stream_makes_the_recording_unusable(tmp_path: Path) -> No
             call()
     with pytest.raises(ValueError, match="not finished"):
         read_metadata(tmp_path / "d")
+
+
+def test_encoded_pictures_are_written_like_frames(tmp_path: Path) -> None:
+    """Pictures and statistics are the same, whoever encodes them; what the feature does not say is refused."""
+    frames = np.stack([code_frame(0, 0, k) for k in range(23)])
+    columns = {"action": np.zeros((23, 2))}
+    found = []
+    for name, given in (("frames", frames), ("encoded", EncodedPictures.of(frames))):
+        features = {"action": {"dtype": "float32", "shape": (2,)}, "cam": {"dtype": "image", "shape": (48, 64, 3)}}
+        writer = LeRobotWriter(tmp_path / name, fps=10, features=features)
+        writer.add_episode(columns, {"cam": given}, "a")
+        root = writer.finalize()
+        blobs = pq.read_table(root / "data/chunk-000/file-000.parquet")["cam"].to_pylist()
+        pictures = [np.asarray(Image.open(io.BytesIO(blob["bytes"]))) for blob in blobs]
+        assert [blob["path"] for blob in blobs] == [f"frame_{k:06d}.png" for k in range(23)]
+        found.append((np.stack(pictures), json.loads((root / "meta/stats.json").read_text())["cam"]))
+    np.testing.assert_array_equal(found[0][0], frames)
+    np.testing.assert_array_equal(found[1][0], frames)
+    assert found[0][1] == found[1][1]
+    assert found[0][1]["count"] == [3]
+
+    for name, camera, message in (
+        ("video", {"dtype": "video", "shape": (48, 64, 3)}, r"camera 'cam': PNG files .* say a video"),
+        ("shape", {"dtype": "image", "shape": (48, 48, 3)}, r"PNG files of \(48, 64, 3\); features say uint8 \(48, 48, 3\)"),
+    ):
+        writer = LeRobotWriter(tmp_path / name, fps=10, features={"action": {"dtype": "float32", "shape": (2,)}, "cam": camera})
+        with pytest.raises(ValueError, match=message):
+            writer.add_episode(columns, {"cam": EncodedPictures.of(frames)}, "a")
+    writer = LeRobotWriter(tmp_path / "count", fps=10, features=features)
+    with pytest.raises(ValueError, match=r"22 frames, columns have 23"):
+        writer.add_episode(columns, {"cam": EncodedPictures.of(frames[:22])}, "a")
 
 
 @pytest.mark.parametrize(
