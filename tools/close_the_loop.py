@@ -295,7 +295,7 @@ def training_command(config: LoopConfig, output: Path, training: Training) -> li
         schedule = ["--train-iters", str(config.train_iters), "--min-lr", str(config.lr / 50)]
     if training.steps is not None:
         # So that a machine whose time is over loses little.
-        schedule += ["--save-interval", "500", "--keep-last", "1"]
+        schedule += ["--save-interval", "1000", "--keep-last", "1"]
     return [
         "pretrain_vla.py",
         *("--model-name", config.model_name, "--model-variant", config.model_variant),

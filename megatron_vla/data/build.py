@@ -60,6 +60,7 @@ def build_data(config: RunConfig, family: Any) -> DataSupply:
         views := tuple(prepared.preprocessor.settings.camera_map.slot_names()),
         pack_limits(config, family, len(views)),
         rules=family.samples,
+        longest_prompt=prepared.longest_prompt,
     )
     if not quiet:
         # The lines decode a sample, so a dataset that cannot be read ends here and not in a worker.
@@ -101,6 +102,7 @@ def _build_mixture(config: RunConfig, parts: list[DatasetPart], family: Any, qui
     sources = [
         RobotSource(data.dataset, data.preprocessor, data.rows, own) for data, own in zip(prepared.parts, locators, strict=True)
     ]
+    longest = [data.longest_prompt for data in prepared.parts if data.longest_prompt is not None]
     supply = DataSupply(
         config,
         MixtureSource(sources, sizes),
@@ -112,6 +114,7 @@ def _build_mixture(config: RunConfig, parts: list[DatasetPart], family: Any, qui
         views := tuple(prepared.parts[0].preprocessor.settings.camera_map.slot_names()),
         pack_limits(config, family, len(views)),
         rules=family.samples,
+        longest_prompt=max(longest) if len(longest) == len(parts) else None,
     )
     if not quiet:
         print("\n".join([*prepared.summary, *supply.start_lines()]), flush=True)

@@ -7,7 +7,7 @@ Shape legend: D state dimensions, L prompt slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -157,12 +157,14 @@ def worst_case_state(tokenizer: Tokenizer, state_dim: int) -> np.ndarray:
     return np.full(state_dim, (worst_bin + 0.5) / (NUM_STATE_BINS / 2) - 1.0)
 
 
-def check_prompt_lengths(
-    tokenizer: Tokenizer, instructions: Iterable[str], state_dim: int | None, max_length: int, overflow: str
-) -> list[Finding]:
-    """Longest possible prompt of every task against --max-prompt-length. `state_dim` None: no state in the prompt."""
+def longest_prompts(tokenizer: Tokenizer, instructions: Iterable[str], state_dim: int | None) -> dict[str, int]:
+    """Tokens of the longest possible prompt of every task. `state_dim` None: no state in the prompt."""
     state_D = None if state_dim is None else worst_case_state(tokenizer, state_dim)
-    lengths = {text: len(prompt_ids(tokenizer, text, state_D)) for text in dict.fromkeys(instructions)}
+    return {text: len(prompt_ids(tokenizer, text, state_D)) for text in dict.fromkeys(instructions)}
+
+
+def check_prompt_lengths(lengths: Mapping[str, int], max_length: int, overflow: str) -> list[Finding]:
+    """`longest_prompts` against --max-prompt-length."""
     too_long = {text: length for text, length in lengths.items() if length > max_length}
     if not too_long:
         return []

@@ -21,7 +21,7 @@ from megatron_vla.data.dataset import RobotDataset, build_robot_dataset, open_ta
 from megatron_vla.data.episode_table import EpisodeTable, Feature
 from megatron_vla.data.locator import has_complete_chunk
 from megatron_vla.data.preprocess import Preprocessor, PreprocessSettings
-from megatron_vla.data.prompt import SentencePieceTokenizer, check_prompt_lengths, load_tokenizer
+from megatron_vla.data.prompt import SentencePieceTokenizer, check_prompt_lengths, load_tokenizer, longest_prompts
 from megatron_vla.data.sample_shape import SampleShape, dimension_labels
 from megatron_vla.data.statistics import SANITY_SAMPLES, Statistics, range_table
 from megatron_vla.data.statistics_pass import (
@@ -62,7 +62,10 @@ STREAM_FLAGS = (
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What `prepare_robot_data` made. `rows` maps sample number -> dataset row when samples were left out."""
+    """What `prepare_robot_data` made. `rows` maps sample number -> dataset row when samples were left out.
+
+    longest_prompt: as in `OpenedData`.
+    """
 
     dataset: RobotDataset
     preprocessor: Preprocessor
@@ -71,6 +74,7 @@ class PreparedData:
     findings: list[Finding]
     summary: list[str]
     expected_padded_fraction: float
+    longest_prompt: int | None = None
 
 
 def stream_transform(config: RunConfig, dataset_fps: float) -> StreamTransform:
@@ -266,6 +270,7 @@ class OpenedData:
     """A dataset after every check that statistics are not needed for. `config` holds the flags of this dataset alone.
 
     cameras and tokenizer are None when `findings` has their errors. command: how to make --statistics-path anew.
+    longest_prompt: tokens that no prompt of this dataset exceeds; None: not known.
     """
 
     config: RunConfig
@@ -275,6 +280,7 @@ class OpenedData:
     cameras: CameraMap | None
     tokenizer: SentencePieceTokenizer | None
     findings: list[Finding]
+    longest_prompt: int | None = None
 
     @property
     def layout(self) -> SharedLayout | None:
@@ -301,9 +307,13 @@ def open_robot_data(config: RunConfig, batch_fields: Container[str]) -> OpenedDa
     except CheckError as problems:
         raise CheckError([*findings, *problems.findings]) from problems
     findings += columns.findings
+    longest_prompt = None
     if tokenizer is not None:
-        findings += _prompt_findings(config, columns.dataset, tokenizer)
-    return OpenedData(config, statistics_command(config), columns, transform, cameras, tokenizer, findings)
+        state_dim = columns.dataset.state_ND.shape[-1] if data.prompt_state else None
+        lengths = longest_prompts(tokenizer, columns.dataset.instructions(), state_dim)
+        findings += check_prompt_lengths(lengths, config.family.max_prompt_length, data.prompt_overflow)
+        longest_prompt = max(lengths.values(), default=None)
+    return OpenedData(config, statistics_command(config), columns, transform, cameras, tokenizer, findings, longest_prompt)
 
 
 def finish_robot_data(
@@ -343,7 +353,7 @@ def finish_robot_data(
     rows = None if len(samples) == len(dataset) else samples
     is_complete = config.data.action_horizon_policy == "complete"
     expected = 0.0 if is_complete else transform.steps.padded_share(dataset.table.length_E)
-    return PreparedData(dataset, preprocessor, rows, len(samples), findings, summary, expected)
+    return PreparedData(dataset, preprocessor, rows, len(samples), findings, summary, expected, opened.longest_prompt)
 
 
 def open_stream(config: RunConfig, opened: tuple[EpisodeTable, list[Finding]]) -> tuple[OpenedColumns, StreamTransform]:
@@ -359,12 +369,6 @@ def statistics_of_streams(
 ) -> list[Statistics]:
     """Statistics of all streams together, once for each of them; every sample counts once, whatever the weights."""
     return merged_statistics(streams, quantiles, progress)
-
-
-def _prompt_findings(config: RunConfig, dataset: RobotDataset, tokenizer: SentencePieceTokenizer) -> list[Finding]:
-    data, model = config.data, config.family
-    state_dim = dataset.state_ND.shape[-1] if data.prompt_state else None
-    return check_prompt_lengths(tokenizer, dataset.instructions(), state_dim, model.max_prompt_length, data.prompt_overflow)
 
 
 def format_range_table(table: list[dict[str, Any]]) -> list[str]:

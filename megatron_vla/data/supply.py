@@ -56,7 +56,7 @@ class DataSupply:
     num_samples per epoch; preprocessor (None for mock data); order_hash; findings (the warnings); expected_padded_fraction:
     share of action steps beyond their episode's end that lengths and horizon imply. `order`: not the plain one; a LaneOrder
     decodes once. `views`: names of all image slots. `pack_limits`: micro-batches are packs; then `packing` knows them. `rules`:
-    the model family's own.
+    the model family's own. longest_prompt: tokens that no prompt exceeds; None: not known.
     """
 
     def __init__(
@@ -72,8 +72,10 @@ class DataSupply:
         pack_limits: PackLimits | None = None,
         *,
         rules: SampleRules,
+        longest_prompt: int | None = None,
     ) -> None:
         self.config = config
+        self.longest_prompt = longest_prompt
         self.source = source
         self.num_samples = num_samples
         self.preprocessor = preprocessor

@@ -20,13 +20,16 @@ from megatron_vla.parallel.groups import ParallelGroups
 from megatron_vla.parallel.pipeline import Schedule
 
 
-def prompt_widths(config: RunConfig) -> list[int]:
-    """Prompt slots that a micro-batch of this run may have, ascending. Mock samples have a range of lengths, real ones any."""
-    data, longest = config.data, config.family.max_prompt_length
-    last = min(data.mock_prompt_length, longest) if data.mock_data else longest
+def prompt_widths(config: RunConfig, longest_prompt: int | None = None) -> list[int]:
+    """Prompt slots that a micro-batch of this run may have, ascending.
+
+    Mock samples have a range of lengths, real ones any up to `longest_prompt` (None: the most that fit).
+    """
+    data, limit = config.data, config.family.max_prompt_length
+    last = data.mock_prompt_length if data.mock_data else longest_prompt or limit
     first = (data.mock_min_prompt_length or last) if data.mock_data else 1
-    lengths = range(first, last + 1)
-    return sorted({prompt_slots(length, data.prompt_padding, data.prompt_bucket_size, longest) for length in lengths})
+    lengths = range(min(first, limit), min(last, limit) + 1)
+    return sorted({prompt_slots(length, data.prompt_padding, data.prompt_bucket_size, limit) for length in lengths})
 
 
 def with_prompt_width(batch: Batch, width: int) -> Batch:
@@ -46,9 +49,11 @@ def warm_up(
     config: RunConfig,
     batch: TensorFields,
     report: Callable[[str], None],
+    longest_prompt: int | None = None,
 ) -> None:
     """Run every width on `batch`, widest first (its memory serves the others); a pack has one form. All ranks call it.
 
+    longest_prompt: tokens that no prompt of the data exceeds. Each width less takes Pi0.5 `base` 8 to 10 s less on an H200.
     Gradients are dropped. The reductions run too: a step that skipped them would leave megatron-core's buckets waiting.
     """
     schedule = Schedule(model, groups, family.metric_names)
@@ -60,7 +65,7 @@ def warm_up(
         # Other widths of such a family compile when they first come.
         forms = {"batches like the first": batch}
     else:
-        forms = {f"prompts of {w} slots": with_prompt_width(batch, w) for w in reversed(prompt_widths(config))}
+        forms = {f"prompts of {w} slots": with_prompt_width(batch, w) for w in reversed(prompt_widths(config, longest_prompt))}
     for name, form in forms.items():
         started = time.perf_counter()
         model.zero_gradients()

@@ -63,7 +63,7 @@ def training_session(config: RunConfig, family: ModelFamily) -> Iterator[Trainin
         if config.optimization.compile and config.optimization.compile_warmup:
             watch.enter("compiling")
             batch = supply.example(groups.data_parallel_rank, groups.data_parallel_size)
-            warm_up(model, family, groups, config, batch, print_once)
+            warm_up(model, family, groups, config, batch, print_once, supply.longest_prompt)
             if state.fp8_scaling is not None:
                 state.fp8_scaling.forget_passes()
         yield TrainingRun(config, family, groups, supply, runner, state, watch)

@@ -133,6 +133,9 @@ def test_no_graph_is_added_after_the_warm_up(groups: ParallelGroups, scope: str)
     batch = run.supply.first_batch()
     warm_up(run.runner.model, FAMILY, groups, real_data, batch, lines.append)
     assert [line.split()[4] for line in lines] == ["11", "8"] and prompt_widths(real_data) == [8, 11]
+    assert prompt_widths(real_data, longest_prompt=9) == [8, 11] and prompt_widths(real_data, longest_prompt=8) == [8]
+    warm_up(run.runner.model, FAMILY, groups, real_data, batch, lines.append, longest_prompt=8)
+    assert [line.split()[4] for line in lines] == ["11", "8", "8"]
     assert all(torch.equal(tensor, before[name]) for name, tensor in run.state.module.state_dict().items())
     warmed = num_graphs()
     losses = []

@@ -156,6 +156,7 @@ def test_prompt_trimming_keeps_every_valid_token(folder: Path) -> None:
         p: next(supply_of(folder, "--prompt-padding", p).iterator(0, 0, 1, 1, False)) for p in ("max", "longest", "bucket")
     }
     longest = int(batches["max"].token_is_valid_BL.sum(dim=1).max())
+    assert longest <= int(supply_of(folder).longest_prompt or 0) <= 100
     assert {p: b.tokens_BL.shape[1] for p, b in batches.items()} == {
         "max": 100,
         "longest": longest,

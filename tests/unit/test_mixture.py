@@ -124,6 +124,8 @@ def test_S06_every_sample_is_what_its_own_dataset_gives(folder: Path, capsys: py
             np.testing.assert_array_equal(ours[field], theirs[field])
         assert int(ours["action_dim_is_valid_BA"].sum()) == (7 if name == "arm" else 14)  # nothing cut to what is shared
         assert ours["sample_index_B"] == index
+    longest = [int(single[name].longest_prompt or 0) for name in single]
+    assert supply.longest_prompt == max(longest) and 0 < min(longest) < max(longest)
     # 50 fps at 10 steps per second: every fifth frame, no other.
     pair = single["pair"].source.dataset  # type: ignore[attr-defined]
     np.testing.assert_array_equal(pair[3].actions_TD, pair.actions_ND[[3, 8, 13, 18]])

@@ -13,6 +13,7 @@ from megatron_vla.data.prompt import (
     check_prompt_lengths,
     discretize_state,
     load_tokenizer,
+    longest_prompts,
     prompt_ids,
     state_prompt,
     worst_case_state,
@@ -84,12 +85,14 @@ def test_long_tasks_are_found_before_the_start() -> None:
     model = tokenizer()
     tasks = ["go", "pick up the green block and then " * 4]
     longest = len(prompt_ids(model, tasks[1], worst_case_state(model, 3)))
-    assert check_prompt_lengths(model, tasks, 3, longest, "error") == []
-    (finding,) = check_prompt_lengths(model, tasks, 3, longest - 1, "error")
+    lengths = longest_prompts(model, tasks, 3)
+    assert lengths[tasks[1]] == longest == max(lengths.values())
+    assert check_prompt_lengths(lengths, longest, "error") == []
+    (finding,) = check_prompt_lengths(lengths, longest - 1, "error")
     assert finding.severity == "error"
     assert f"1 of 2 task(s) can give prompts of up to {longest} tokens" in finding.what
     assert f"--max-prompt-length {longest}" in finding.fix
-    (finding,) = check_prompt_lengths(model, tasks, 3, longest - 1, "truncate")
+    (finding,) = check_prompt_lengths(lengths, longest - 1, "truncate")
     assert finding.severity == "warning"
 
 
