@@ -34,7 +34,7 @@ from megatron_vla.training.distributed_checkpoint import (
     TENSOR_FOLDER,
     StorageError,
     files_by_rank,
-    num_writer_threads,
+    num_io_threads,
     write_parts,
 )
 from megatron_vla.training.tensor_file import write_tensors
@@ -246,7 +246,7 @@ class CheckpointSaver:
         try:
             temporary = self._on_main(lambda: checkpoint_folder.start_temporary(self.root, snapshot.iteration))
             # In the background one thread is enough, and leaves the interpreter to training.
-            num_threads = 1 if self.in_background else num_writer_threads(snapshot.parts)
+            num_threads = 1 if self.in_background else num_io_threads(snapshot.parts.values())
             write_parts(temporary / TENSOR_FOLDER, snapshot.parts, self._group, num_threads)
             # Doubles as the barrier: nobody exits before the checkpoint is there.
             self._on_main(lambda: self._seal(temporary, snapshot))

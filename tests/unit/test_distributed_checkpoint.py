@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from megatron_vla.training.distributed_checkpoint import (
     ReadRequest,
     StorageError,
     files_by_rank,
-    num_writer_threads,
+    num_io_threads,
     write_parts,
 )
 from megatron_vla.training.tensor_parts import Piece, StoredTensor, flat_range_boxes
@@ -100,16 +101,52 @@ def test_large_parts_are_written_by_several_threads(tmp_path: Path, monkeypatch:
     tensors = {f"model.w{n}": torch.randn(8, 1024) for n in range(5)}
     parts = {name: cut_rows(name, tensor, 0) for name, tensor in tensors.items()}
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert num_writer_threads(parts) == 1
+    assert num_io_threads(parts.values()) == 1
     monkeypatch.setattr(distributed_checkpoint, "THREAD_BYTES", 64 << 10)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(16))
-    assert num_writer_threads(parts) == 3, "160 KiB"
+    assert num_io_threads(parts.values()) == 3, "160 KiB"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert num_writer_threads(parts) == 2, "of 16 cores"
+    assert num_io_threads(parts.values()) == 2, "of 16 cores"
     write_parts(tmp_path, parts, None, num_threads=3)
     assert [path.name for path in files_by_rank(tmp_path)[0]] == ["__0_0.distcp", "__0_1.distcp", "__0_2.distcp"]
     reader = PartReader(tmp_path)
     assert all(torch.equal(reader.read(name), tensor) for name, tensor in tensors.items())
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    all_read, read = threading.Barrier(5, timeout=60), distributed_checkpoint._read
+
+    def together(*arguments: Any) -> list[Tensor]:
+        all_read.wait()
+        return read(*arguments)
+
+    targets = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in tensors.items()}
+    requests = [ReadRequest(name, cut_rows(name, target, 0, 3)) for name, target in targets.items()]
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed_checkpoint, "_read", together)
+        assert reader.load(requests) == 0.0, "320 KiB"
+    assert all(torch.equal(targets[name], tensor.double()) for name, tensor in tensors.items())
+    # What the threads round is told by the largest of all.
+    rounded = {name: torch.zeros_like(tensor, dtype=torch.bfloat16) for name, tensor in tensors.items()}
+    largest = max(float((tensor.bfloat16().double() - tensor.double()).abs().max()) for tensor in tensors.values())
+    assert reader.load([ReadRequest(name, cut_rows(name, target, 0)) for name, target in rounded.items()]) == largest
+    (tmp_path / "__0_1.distcp").unlink()
+    with pytest.raises(ValueError, match=r"__0_1\.distcp"):
+        reader.load(requests)
+
+
+def test_a_checkpoint_without_checksums_leaves_torch_with_them(tmp_path: Path) -> None:
+    """The switch is torch's, for the whole process."""
+    options = []
+    save = torch.save
+
+    def noted(*arguments: Any, **named: Any) -> None:
+        options.append(torch.serialization.get_crc32_options())
+        save(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", noted)
+        write_parts(tmp_path, {"w": cut_rows("w", torch.zeros(2, 2), 0)}, None)
+    assert options == [False] and torch.serialization.get_crc32_options()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
