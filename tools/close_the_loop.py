@@ -1,7 +1,7 @@
 """Closes the loop on one GPU: demonstrations of MT10, a small policy trained from scratch on them, its success.
 
-    python tools/close_the_loop.py --output outputs/loop --switches all --train-iters 3000 --num-processes 16
-    python tools/close_the_loop.py --output outputs/loop_groot --model-name groot_n1_7 --switches all --train-iters 3000
+    python tools/close_the_loop.py --output outputs/loop --switches all --train-iters 4000 --num-processes 16
+    python tools/close_the_loop.py --output outputs/loop_groot --model-name groot_n1_7 --switches all --train-iters 4500
     ... --compare-switches        the same once more with every speed switch off, for as many steps; success must agree
 
 Training lasts until the time is over (constant learning rate, averaged weights), or with --train-iters for so many steps
@@ -445,6 +445,7 @@ def close_the_loop(config: LoopConfig) -> int:
     training = Training(output / config.train_name, (*switches, *shlex.split(config.train_flags)), config.train_iters)
     train(loop, output, training, "train")
     status = loop.run("evaluate", evaluation_command(config, training), accept=(0, 3))
+    keep_results(loop, output, training)  # what follows takes a while, and a time limit may end it
     replay(loop, output, training)
     keep_results(loop, output, training)
     print(f"\n== done in {sum(loop.seconds.values()):.0f} s: {loop.seconds}")
