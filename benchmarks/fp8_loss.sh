@@ -5,9 +5,9 @@
 #
 # Arguments go to the FP8 run. MODEL, DATA, SCHEDULE: flags that both runs share. OUT: folder for logs and the comparison.
 # Steps that take a model from its first values past the first plateau of the loss do not suit: single roundings then decide
-# when it leaves the plateau (small model, --lr 5e-5, --lr-warmup-iters 100: the same until step 120, 12 % apart after it). WARMUP:
-# so many steps in bf16 come first (their checkpoint takes 12 bytes a parameter below OUT; one that is there is used again), and
-# both runs go on from there.
+# when it leaves the plateau (small model, --lr 5e-5, --lr-warmup-iters 100: the same until step 120, 12 % apart after it).
+# WARMUP: so many steps in bf16 with the flags of WARMUP_SCHEDULE come first, once (their checkpoint, 12 bytes a parameter, stays
+# in OUT), and both runs fine-tune what they made.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-outputs/fp8_loss}
@@ -17,19 +17,22 @@ MODEL=${MODEL:---model-name pi05 --model-variant base --micro-batch-size 16 --at
 DATA=${DATA:---mock-data --mock-num-samples 100000 --mock-num-cameras 2 --mock-prompt-length 60 --num-workers 8}
 SCHEDULE=${SCHEDULE:---lr 2.5e-5 --lr-warmup-iters 1000 --lr-decay-iters 30000}
 WARMUP=${WARMUP:-0}
-read -r -d '' -a COMMON <<<"$MODEL $DATA $SCHEDULE" || true
+WARMUP_SCHEDULE=${WARMUP_SCHEDULE:---lr 5e-5 --lr-warmup-iters 100 --lr-decay-style constant}
+read -r -d '' -a COMMON <<<"$MODEL $DATA" || true
+read -r -d '' -a BEFORE <<<"$WARMUP_SCHEDULE" || true
+read -r -d '' -a COMPARED <<<"$SCHEDULE" || true
 
 COMMON+=(--bf16 --seed 1234 --log-interval 50 --no-first-batch-report)
 rm -rf "$OUT/bf16" "$OUT/fp8"
 if [ "$WARMUP" -gt 0 ]; then
   if [ "$(cat "$OUT/start/latest_checkpointed_iteration.txt" 2>/dev/null)" != "$WARMUP" ]; then
     rm -rf "$OUT/start"
-    python pretrain_vla.py "${COMMON[@]}" --train-iters "$WARMUP" --save "$OUT/start"
+    python pretrain_vla.py "${COMMON[@]}" "${BEFORE[@]}" --train-iters "$WARMUP" --save "$OUT/start"
   fi
-  COMMON+=(--load "$OUT/start")
+  COMPARED+=(--pretrained-checkpoint "$OUT/start/iter_$(printf %07d "$WARMUP")")
 fi
-COMMON+=(--train-iters $((WARMUP + 300)))
-python pretrain_vla.py "${COMMON[@]}" --log-dir "$OUT/bf16"
-python pretrain_vla.py "${COMMON[@]}" --log-dir "$OUT/fp8" --fp8 "$FP8" "$@"
+COMPARED+=(--train-iters 300)
+python pretrain_vla.py "${COMMON[@]}" "${COMPARED[@]}" --log-dir "$OUT/bf16"
+python pretrain_vla.py "${COMMON[@]}" "${COMPARED[@]}" --log-dir "$OUT/fp8" --fp8 "$FP8" "$@"
 python tools/compare_loss.py --reference "$OUT/bf16" --candidate "$OUT/fp8" --output "$OUT/comparison.json" \
   --min-correlation 0.9997 --max-mean-error 0.006
