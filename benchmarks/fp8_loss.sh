@@ -22,12 +22,16 @@ read -r -d '' -a COMMON <<<"$MODEL $DATA" || true
 read -r -d '' -a BEFORE <<<"$WARMUP_SCHEDULE" || true
 read -r -d '' -a COMPARED <<<"$SCHEDULE" || true
 
-COMMON+=(--bf16 --seed 1234 --log-interval 50 --no-first-batch-report)
-rm -rf "$OUT/bf16" "$OUT/fp8"
+COMMON+=(--bf16 --log-interval 50 --no-first-batch-report)
+COMPARED+=(--seed 1234)
+BEFORE+=(--seed 4321)  # other draws than the compared steps have
+rm -rf "$OUT/bf16" "$OUT/fp8" "$OUT"/comparison.*
 if [ "$WARMUP" -gt 0 ]; then
-  if [ "$(cat "$OUT/start/latest_checkpointed_iteration.txt" 2>/dev/null)" != "$WARMUP" ]; then
+  start="${COMMON[*]} ${BEFORE[*]} --train-iters $WARMUP"
+  if [ "$(cat "$OUT/start/made_with" 2>/dev/null)" != "$start" ]; then
     rm -rf "$OUT/start"
     python pretrain_vla.py "${COMMON[@]}" "${BEFORE[@]}" --train-iters "$WARMUP" --save "$OUT/start"
+    echo "$start" >"$OUT/start/made_with"
   fi
   COMPARED+=(--pretrained-checkpoint "$OUT/start/iter_$(printf %07d "$WARMUP")")
 fi

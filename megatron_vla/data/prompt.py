@@ -160,7 +160,13 @@ def worst_case_state(tokenizer: Tokenizer, state_dim: int) -> np.ndarray:
 def longest_prompts(tokenizer: Tokenizer, instructions: Iterable[str], state_dim: int | None) -> dict[str, int]:
     """Tokens of the longest possible prompt of every task. `state_dim` None: no state in the prompt."""
     state_D = None if state_dim is None else worst_case_state(tokenizer, state_dim)
-    return {text: len(prompt_ids(tokenizer, text, state_D)) for text in dict.fromkeys(instructions)}
+    extra = 0
+    if state_D is not None:
+        # The last number is followed by a semicolon, which a tokenizer may have merged with some numbers and not with others.
+        worst = discretize_state(state_D[:1])[0]
+        ends = [len(tokenizer.encode(f" {worst} {value};")) for value in range(-1, NUM_STATE_BINS)]
+        extra = max(ends) - len(tokenizer.encode(f" {worst} {worst};"))
+    return {text: len(prompt_ids(tokenizer, text, state_D)) + extra for text in dict.fromkeys(instructions)}
 
 
 def check_prompt_lengths(lengths: Mapping[str, int], max_length: int, overflow: str) -> list[Finding]:

@@ -26,9 +26,11 @@ def prompt_widths(config: RunConfig, longest_prompt: int | None = None) -> list[
     Mock samples have a range of lengths, real ones any up to `longest_prompt` (None: the most that fit).
     """
     data, limit = config.data, config.family.max_prompt_length
-    last = data.mock_prompt_length if data.mock_data else longest_prompt or limit
-    first = (data.mock_min_prompt_length or last) if data.mock_data else 1
-    lengths = range(min(first, limit), min(last, limit) + 1)
+    first, last = 1, limit if longest_prompt is None else min(longest_prompt, limit)
+    if data.mock_data:
+        last = min(data.mock_prompt_length, limit)
+        first = min(data.mock_min_prompt_length or last, limit)
+    lengths = range(first, last + 1)
     return sorted({prompt_slots(length, data.prompt_padding, data.prompt_bucket_size, limit) for length in lengths})
 
 
@@ -53,7 +55,7 @@ def warm_up(
 ) -> None:
     """Run every width on `batch`, widest first (its memory serves the others); a pack has one form. All ranks call it.
 
-    longest_prompt: tokens that no prompt of the data exceeds. Each width less takes Pi0.5 `base` 8 to 10 s less on an H200.
+    longest_prompt: tokens that no prompt of the data exceeds. A width takes Pi0.5 `base` 8 to 10 s on an H200.
     Gradients are dropped. The reductions run too: a step that skipped them would leave megatron-core's buckets waiting.
     """
     schedule = Schedule(model, groups, family.metric_names)

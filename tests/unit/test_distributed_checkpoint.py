@@ -134,19 +134,19 @@ def test_large_parts_are_written_by_several_threads(tmp_path: Path, monkeypatch:
         reader.load(requests)
 
 
-def test_a_checkpoint_without_checksums_leaves_torch_with_them(tmp_path: Path) -> None:
-    """The switch is torch's, for the whole process."""
-    options = []
-    save = torch.save
+def test_no_thread_writes_checksums_and_torch_keeps_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, bool] = {}
+    save, all_save = torch.save, threading.Barrier(3, timeout=60)
 
     def noted(*arguments: Any, **named: Any) -> None:
-        options.append(torch.serialization.get_crc32_options())
+        all_save.wait()
+        options[threading.current_thread().name] = torch.serialization.get_crc32_options()
         save(*arguments, **named)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "save", noted)
-        write_parts(tmp_path, {"w": cut_rows("w", torch.zeros(2, 2), 0)}, None)
-    assert options == [False] and torch.serialization.get_crc32_options()
+    monkeypatch.setattr(torch, "save", noted)
+    write_parts(tmp_path, {f"w{n}": cut_rows(f"w{n}", torch.zeros(2, 2), 0) for n in range(3)}, None, num_threads=3)
+    assert list(options.values()) == [False] * 3
+    assert torch.serialization.get_crc32_options()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -165,16 +165,17 @@ def test_encoded_pictures_are_written_like_frames(tmp_path: Path) -> None:
     assert found[0][1] == found[1][1]
     assert found[0][1]["count"] == [3]
 
-    for name, camera, message in (
-        ("video", {"dtype": "video", "shape": (48, 64, 3)}, r"camera 'cam': PNG files .* say a video"),
-        ("shape", {"dtype": "image", "shape": (48, 48, 3)}, r"PNG files of \(48, 64, 3\); features say uint8 \(48, 48, 3\)"),
+    for kind, shape, given, message in (
+        ("video", (48, 64, 3), frames, r"camera 'cam': encoded pictures of \(48, 64, 3\); the feature is video"),
+        ("image", (48, 48, 3), frames, r"encoded pictures of \(48, 64, 3\); the feature is image of \(48, 48, 3\)"),
+        ("image", (48, 64, 3), frames[:22], r"camera 'cam': 22 frames, columns have 23"),
     ):
-        writer = LeRobotWriter(tmp_path / name, fps=10, features={"action": {"dtype": "float32", "shape": (2,)}, "cam": camera})
+        features = {"action": {"dtype": "float32", "shape": (2,)}, "cam": {"dtype": kind, "shape": shape}}
+        writer = LeRobotWriter(tmp_path / f"{kind}{shape[1]}{len(given)}", fps=10, features=features)
         with pytest.raises(ValueError, match=message):
-            writer.add_episode(columns, {"cam": EncodedPictures.of(frames)}, "a")
-    writer = LeRobotWriter(tmp_path / "count", fps=10, features=features)
-    with pytest.raises(ValueError, match=r"22 frames, columns have 23"):
-        writer.add_episode(columns, {"cam": EncodedPictures.of(frames[:22])}, "a")
+            writer.add_episode(columns, {"cam": EncodedPictures.of(given)}, "a")
+        # Refused before anything was written.
+        assert writer.add_episode(columns, {"cam": np.zeros((23, *shape), np.uint8)}, "a") == 0
 
 
 @pytest.mark.parametrize(
