@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from preprocess_fixtures import data_flags, write_dataset, write_tokenizer
@@ -12,6 +13,7 @@ from megatron_vla.config.run import parse_args
 from megatron_vla.data.preprocess import Preprocessor
 from megatron_vla.findings import CheckError
 from megatron_vla.models.registry import model_family
+from megatron_vla.training import session as session_module
 from megatron_vla.training.checkpoint_folder import find_latest
 from megatron_vla.training.loop import train
 from megatron_vla.training.session import training_session
@@ -56,3 +58,13 @@ def test_D_changed_dataset_is_noticed_on_resume(tmp_path: Path) -> None:
     (tmp_path / "exclude.txt").write_text("0\n")
     with pytest.raises(CheckError, match="--exclude-episodes-file: changed since"):
         run(tmp_path, "--train-iters", "3", "--exclude-episodes-file", str(tmp_path / "exclude.txt"))
+
+
+def test_a_run_compiles_for_no_wider_prompt_than_its_data_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_dataset(tmp_path / "data")
+    write_tokenizer(tmp_path)
+    longest: list[Any] = []
+    monkeypatch.setattr(session_module, "warm_up", lambda *arguments: longest.append(arguments[-1]))
+    words = data_flags(tmp_path / "data", tmp_path / "tokenizer.model", *SMALL, "--train-iters", "2", "--compile")
+    with training_session(parse_args(words), model_family("pi05")) as run:
+        assert longest == [run.supply.longest_prompt] and 0 < longest[0] < run.config.family.max_prompt_length
