@@ -181,7 +181,9 @@ def write_parts(folder: Path, parts: Mapping[str, StoredTensor], group: Any, num
     Raises StorageError on every rank when one of them could not write.
     """
     single = dist.get_world_size(group) == 1
-    writer = _Writer(folder, sync_files=True, overwrite=False, thread_count=num_threads)
+    # Nothing is copied ahead: a single thread does so on the stream where it began, which a background save's thread has on the
+    # first GPU (and a context of 500 MiB there, for every rank).
+    writer = _Writer(folder, sync_files=True, overwrite=False, thread_count=num_threads, per_thread_copy_ahead=0)
     try:
         with _quiet_torch():
             dcp.save(dict(parts), storage_writer=writer, planner=_SavePlanner(), process_group=group, no_dist=single)
