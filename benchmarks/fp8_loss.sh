@@ -27,16 +27,16 @@ COMPARED+=(--seed 1234)
 BEFORE+=(--seed 4321)  # other draws than the compared steps have
 rm -rf "$OUT/bf16" "$OUT/fp8" "$OUT"/comparison.*
 if [ "$WARMUP" -gt 0 ]; then
-  start="${COMMON[*]} ${BEFORE[*]} --train-iters $WARMUP"
-  if [ "$(cat "$OUT/start/made_with" 2>/dev/null)" != "$start" ]; then
+  BEFORE=("${COMMON[@]}" "${BEFORE[@]}" --train-iters "$WARMUP")
+  if [ "$(cat "$OUT/start/made_with" 2>/dev/null)" != "${BEFORE[*]}" ]; then
     rm -rf "$OUT/start"
-    python pretrain_vla.py "${COMMON[@]}" "${BEFORE[@]}" --train-iters "$WARMUP" --save "$OUT/start"
-    echo "$start" >"$OUT/start/made_with"
+    python pretrain_vla.py "${BEFORE[@]}" --save "$OUT/start"
+    echo "${BEFORE[*]}" >"$OUT/start/made_with"
   fi
   COMPARED+=(--pretrained-checkpoint "$OUT/start/iter_$(printf %07d "$WARMUP")")
 fi
-COMPARED+=(--train-iters 300)
-python pretrain_vla.py "${COMMON[@]}" "${COMPARED[@]}" --log-dir "$OUT/bf16"
-python pretrain_vla.py "${COMMON[@]}" "${COMPARED[@]}" --log-dir "$OUT/fp8" --fp8 "$FP8" "$@"
+COMPARED=("${COMMON[@]}" "${COMPARED[@]}" --train-iters 300)
+python pretrain_vla.py "${COMPARED[@]}" --log-dir "$OUT/bf16"
+python pretrain_vla.py "${COMPARED[@]}" --log-dir "$OUT/fp8" --fp8 "$FP8" "$@"
 python tools/compare_loss.py --reference "$OUT/bf16" --candidate "$OUT/fp8" --output "$OUT/comparison.json" \
   --min-correlation 0.9997 --max-mean-error 0.006

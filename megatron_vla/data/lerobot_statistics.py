@@ -7,7 +7,7 @@ q99); here every quantile is taken over all frames. Image statistics come from p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,13 @@ class ImageHistogram:
         for channel in range(3):
             self.counts_C256[channel] += np.bincount(small[..., channel].ravel(), minlength=256)
         self.num_frames += 1
+
+    def sampled(self, frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """`frames`, one by one; every tenth is counted on its way."""
+        for number, frame_HWC in enumerate(frames):
+            if number % FRAME_STRIDE == 0:
+                self.add(frame_HWC)
+            yield frame_HWC
 
     def merge(self, other: ImageHistogram) -> None:
         """Add another histogram's frames."""

@@ -20,7 +20,6 @@ import pyarrow.parquet as pq
 
 from megatron_vla.data import lerobot_layout as layout
 from megatron_vla.data.lerobot_statistics import (
-    FRAME_STRIDE,
     QUANTILES,
     ImageHistogram,
     column_statistics,
@@ -53,9 +52,7 @@ class EncodedPictures:
         files: list[bytes] = []
         shape: tuple[int, ...] = ()
         histogram = ImageHistogram()
-        for number, frame_HWC in enumerate(frames):
-            if number % FRAME_STRIDE == 0:
-                histogram.add(frame_HWC)
+        for frame_HWC in histogram.sampled(frames):
             files.append(_png(frame_HWC))
             shape = tuple(frame_HWC.shape)
         return cls(files, shape, histogram)
@@ -222,14 +219,13 @@ class LeRobotWriter:
             arrays[name] = array
         for camera in self.cameras:
             frames, where = images[camera], f"episode {self.num_episodes}, camera {camera!r}"
-            known = frames.files if isinstance(frames, EncodedPictures) else frames
-            if isinstance(known, np.ndarray | list) and len(known) != length:
-                raise ValueError(f"{where}: {len(known)} frames, columns have {length}")
             if isinstance(frames, EncodedPictures):
-                shape = tuple(self.features[camera]["shape"])
-                if self.features[camera]["dtype"] == "video" or frames.shape != shape:
-                    wanted = self.features[camera]["dtype"]
-                    raise ValueError(f"{where}: encoded pictures of {frames.shape}; the feature is {wanted} of {shape}")
+                kind, shape = self.features[camera]["dtype"], tuple(self.features[camera]["shape"])
+                if kind == "video" or frames.shape != shape:
+                    raise ValueError(f"{where}: encoded pictures of {frames.shape}; the feature is {kind} of {shape}")
+                frames = frames.files
+            if isinstance(frames, np.ndarray | list) and len(frames) != length:
+                raise ValueError(f"{where}: {len(frames)} frames, columns have {length}")
         if length is None:
             raise ValueError("a dataset needs at least one column beside its cameras")
         return arrays
@@ -248,10 +244,8 @@ class LeRobotWriter:
             encoder = self._encoder(camera, episode, video_row)
             first, histogram, count = encoder.num_frames, ImageHistogram(), 0
             assert not isinstance(frames, EncodedPictures), "refused before"
-            for frame in _checked_frames(frames, shape, where):
+            for frame in histogram.sampled(_checked_frames(frames, shape, where)):
                 encoder.add(frame, keyframe=count == 0)
-                if count % FRAME_STRIDE == 0:
-                    histogram.add(frame)
                 count += 1
             if self.version == "v3.0":
                 video_row[f"videos/{camera}/from_timestamp"] = first / self.fps

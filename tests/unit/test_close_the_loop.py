@@ -64,7 +64,7 @@ def test_small_groot_is_about_100_million_parameters_and_trains_them_all() -> No
 def test_stages_are_reused_by_name(tmp_path: Path) -> None:
     config = LoopConfig(tasks=("reach",), train_iters=7)
     words = training_command(config, tmp_path, Training(tmp_path / "a", (), 7))
-    assert "--min-lr" in words and "--save-interval" in words
+    assert "--min-lr" in words and words[words.index("--save-interval") + 1] == "1000"
     assert "--save-interval" not in training_command(LoopConfig(), tmp_path, Training(tmp_path / "a", (), None))
     assert saved_steps(tmp_path / "a") is None
     baseline = Training(tmp_path / "a", (), 7)

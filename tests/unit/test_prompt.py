@@ -97,7 +97,7 @@ def test_long_tasks_are_found_before_the_start() -> None:
     tasks = ["go", "pick up the green block and then " * 4]
     lengths = longest_prompts(model, tasks, 3)
     longest = lengths[tasks[1]]
-    assert longest == max(lengths.values()) >= len(prompt_ids(model, tasks[1], worst_case_state(model, 3)))
+    assert longest == max(lengths.values()) == len(prompt_ids(model, tasks[1], worst_case_state(model, 3)))
     assert check_prompt_lengths(lengths, longest, "error") == []
     (finding,) = check_prompt_lengths(lengths, longest - 1, "error")
     assert finding.severity == "error"
