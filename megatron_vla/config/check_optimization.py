@@ -29,36 +29,12 @@ def optimization_findings(config: RunConfig) -> Iterator[Finding]:
         )
     if "neighbouring_weights" in config.given and not optimization.merge_projections:
         yield error("--neighbouring-weights", "has no effect without --merge-projections", "add that, or drop it")
-    if optimization.expert_stream:
-        yield from _expert_stream(config)
     if optimization.compile:
         yield from _compile(config)
         return
     for name in COMPILE_DETAILS:
         if name in config.given:
             yield error("--" + name.replace("_", "-"), "has no effect without --compile", "add --compile, or drop it")
-
-
-def _expert_stream(config: RunConfig) -> Iterator[Finding]:
-    """The expert's layers are called on a stream of their own, apart from the joint layers that others wrap."""
-    optimization, parallel = config.optimization, config.parallel
-    wrapped = [
-        pattern
-        for pattern in optimization.activation_checkpoint_module_patterns
-        if len(pattern.split(".")) <= 2 and pattern.split(".")[0] in ("layers", "*")
-    ]
-    for flag, is_set, reason in (
-        ("--tensor-model-parallel-size", parallel.tensor_model_parallel_size > 1, "collectives of two streams have no order"),
-        ("--pipeline-model-parallel-size", parallel.pipeline_model_parallel_size > 1, "a stage has no second stream"),
-        ("--data-parallel-strategy", parallel.data_parallel_strategy != "megatron_ddp", "it hooks into whole joint layers"),
-        ("--overlap-param-gather", parallel.overlap_param_gather, "parameters are gathered on the first stream"),
-        ("--no-gradient-buffers", not parallel.gradient_buffers, "a reduction waits for one stream's gradients"),
-        ("--packing", config.data.packing, "packs are computed on one stream"),
-        ("--compile-scope", optimization.compile and optimization.compile_scope == "backbone", "one graph is one stream"),
-        ("--activation-checkpoint-module-patterns", bool(wrapped), f"{' '.join(wrapped)}: both halves of a layer as one"),
-    ):
-        if is_set:
-            yield error("--expert-stream", f"does not work with {flag}: {reason}", f"drop --expert-stream, or change {flag}")
 
 
 def _compile(config: RunConfig) -> Iterator[Finding]:

@@ -35,9 +35,6 @@ class OptimizationConfig:
     """Let the project's own CUDA kernels (kernels/README.md) take the place of PyTorch operations where they were built and can
     run. Without them the operations run whose roundings they keep."""
 
-    expert_stream: bool = False
-    """Run the action expert on a CUDA stream of its own, beside the prefix (Pi0.5, one GPU or data parallel)."""
-
     compile: bool = False
     """Compile the model with torch.compile; what is compiled is decided by --compile-scope. A graph break is an error."""
 

@@ -71,6 +71,10 @@ class RunConfig:
         return {**sections, "given": list(self.given)}
 
 
+# Flags of earlier versions that checkpoints still name, by section. None of them changed what is computed.
+RETIRED_FIELDS = {"optimization": ("expert_stream",)}
+
+
 def from_dict(values: dict[str, Any]) -> RunConfig:
     """RunConfig from `RunConfig.to_dict` output (as stored in a checkpoint); an unknown field is an error."""
     from megatron_vla.models.registry import model_family
@@ -80,8 +84,13 @@ def from_dict(values: dict[str, Any]) -> RunConfig:
 
     family = model_family(values["model"]["model_name"])
     # Checkpoints from before a section existed have its defaults, as they have those of single fields.
-    sections = {name: section(kind, values.get(name, {})) for name, kind in SECTIONS.items()}
-    return RunConfig(**sections, family=section(family.config_type, values["family"]), given=tuple(values["given"]))
+    stored = {
+        name: {k: v for k, v in values.get(name, {}).items() if k not in RETIRED_FIELDS.get(name, ())} for name in SECTIONS
+    }
+    sections = {name: section(kind, stored[name]) for name, kind in SECTIONS.items()}
+    retired = {field for fields in RETIRED_FIELDS.values() for field in fields}
+    given = tuple(name for name in values["given"] if name not in retired)
+    return RunConfig(**sections, family=section(family.config_type, values["family"]), given=given)
 
 
 def build_parser(family_section: type | None) -> StrictParser:

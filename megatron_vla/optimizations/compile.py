@@ -30,14 +30,8 @@ def function_names(model: nn.Module, config: OptimizationConfig, family: ModelFa
     if config.compile_scope == "backbone":
         return family.backbone_functions
     blocks = select_layers(model, family.block_names)
-    layers = tuple(f"{name}.{method}" for name, block in blocks.items() for method in _methods(block))
+    layers = tuple(f"{name}.forward" for name in blocks)
     return layers if config.compile_scope == "per_layer" else (*layers, *family.group_functions)
-
-
-def _methods(block: nn.Module) -> tuple[str, ...]:
-    """What of a layer is one graph each: all of it, unless it says otherwise."""
-    methods: tuple[str, ...] = getattr(block, "compiled_methods", ("forward",))
-    return methods
 
 
 def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, report: Callable[[str], None]) -> nn.Module:

@@ -61,6 +61,17 @@ def test_flags_round_trip_through_the_parser() -> None:
     assert from_dict(config.to_dict()) == config
 
 
+def test_a_checkpoint_may_name_a_retired_flag() -> None:
+    config = parse_args(BASE)
+    stored = config.to_dict()
+    stored["optimization"]["expert_stream"] = True
+    stored["given"].append("expert_stream")
+    assert from_dict(stored) == config
+    stored["optimization"]["no_such_flag"] = True
+    with pytest.raises(TypeError, match="no_such_flag"):
+        from_dict(stored)
+
+
 def test_variant_gives_defaults_and_flags_win() -> None:
     tiny = parse_args(BASE)
     assert tiny.family.hidden_size == 64 and tiny.family.num_layers == 3

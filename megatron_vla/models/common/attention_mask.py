@@ -39,19 +39,6 @@ class SequenceBounds:
 ReadMask = Tensor | BlockMask | SequenceBounds | None
 
 
-def tensors_of(mask: ReadMask) -> list[Tensor]:
-    """Every tensor that reading `mask` touches, in any of its forms."""
-    if isinstance(mask, Tensor):
-        return [mask]
-    if isinstance(mask, SequenceBounds):
-        return [mask.query_offsets, mask.key_offsets]
-    if isinstance(mask, BlockMask):
-        # Its rule is a closure over the validity of keys.
-        captured = [cell.cell_contents for cell in mask.mask_mod.__closure__ or ()]
-        return [value for value in (*mask.as_tuple(), *captured) if isinstance(value, Tensor)]
-    return []
-
-
 def resolve_backend(requested: Literal["auto", "varlen", "flex", "sdpa", "matmul", "flash_attn", "eager"]) -> AttentionBackend:
     """The backend that --attention-backend means."""
     return AUTO_BACKEND if requested == "auto" else requested

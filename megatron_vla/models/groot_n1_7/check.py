@@ -106,8 +106,6 @@ def _recipe_findings(config: RunConfig) -> Iterator[Finding]:
         what = "measures single samples of micro-batches, which cannot be taken out of groot_n1_7's (images lie end to end)"
         yield error("--report-memory", what, "drop it; the log's peak_memory_gib shows what a few steps with other flags need")
     yield from _captured_dropout_findings(config)
-    if config.optimization.expert_stream:
-        yield error("--expert-stream", "this model has no expert beside its backbone: the DiT reads its last layer", "drop it")
     if family.action_horizon > family.num_action_positions:
         what = f"{family.action_horizon} steps, but {family.num_action_positions} positions (--num-action-positions)"
         yield error("--action-horizon", what, f"use --action-horizon {family.num_action_positions} or less")

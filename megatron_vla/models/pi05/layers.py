@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_vla.models.common.attention import attend, token_positions
-from megatron_vla.models.common.attention_mask import LENGTH_BACKENDS, AttentionBackend, ReadMask, read_mask, tensors_of
+from megatron_vla.models.common.attention_mask import LENGTH_BACKENDS, AttentionBackend, ReadMask, read_mask
 from megatron_vla.models.common.decoder_layer import AttentionProjections, GatedMlp, KeyValue
 from megatron_vla.models.common.normalization import AdaptiveRMSNorm, RMSNorm
 from megatron_vla.models.common.rotary import RotaryTable, rotary_table
@@ -44,10 +44,6 @@ class AttentionPlan:
     num_draws: int
     actions_first: bool
     suffix_owners: RowOwners | None
-
-    def read_by_suffix(self) -> list[Tensor]:
-        """Every tensor here that the action stream reads."""
-        return [*self.suffix_rotary, *tensors_of(self.suffix_mask)]
 
     def attend_prefix(self, query_BNPD: Tensor, prefix: KeyValue, backend: AttentionBackend) -> Tensor:
         """Prefix tokens read prefix tokens: [B, P, N * D]."""
@@ -166,7 +162,6 @@ class JointLayer(nn.Module):
         self, config: Pi05Config, *, prefix_keys_only: bool, backend: AttentionBackend, tensor_parallel: TensorParallel
     ) -> None:
         super().__init__()
-        self.compiled_methods: tuple[str, ...] = ("forward",)
         self.prefix = PrefixLayer(config, keys_only=prefix_keys_only, backend=backend, tensor_parallel=tensor_parallel)
         self.suffix = SuffixLayer(config, backend=backend, tensor_parallel=tensor_parallel)
 

@@ -23,7 +23,6 @@ from megatron_vla.models.common.attention_mask import LENGTH_BACKENDS, Attention
 from megatron_vla.models.common.decoder_layer import KeyValue
 from megatron_vla.models.common.flow_matching import flow_time_embedding, integrate_velocity, noisy_actions, target_velocity
 from megatron_vla.models.common.normalization import AdaptiveRMSNorm, RMSNorm
-from megatron_vla.models.common.side_stream import SideStream
 from megatron_vla.models.common.vision_encoder import VisionEncoder, VisionSizes
 from megatron_vla.models.pi05.config import Pi05Config
 from megatron_vla.models.pi05.flops import model_units
@@ -87,7 +86,6 @@ class Pi05Model(nn.Module):
         self.action_out_proj = replicated_linear(width, config.max_action_dim, bias=True)
         self.time_mlp_in = replicated_linear(width, width, bias=True)
         self.time_mlp_out = replicated_linear(width, width, bias=True)
-        self.expert_stream: SideStream | None = None
         self.mark_dead_parameters()
 
     def mark_dead_parameters(self) -> None:
@@ -166,29 +164,11 @@ class Pi05Model(nn.Module):
 
     def backbone(self, prefix_BPH: Tensor, suffix_BTE: Tensor, condition_BE: Tensor, plan: AnyAttentionPlan) -> Tensor:
         """All joint layers and the read-out: velocity [B, T, A]. Tensors of fixed shapes in and out, so it can be one graph."""
-        if self.expert_stream is None:
-            for layer in self.layers:
-                prefix_BPH, suffix_BTE = layer(prefix_BPH, suffix_BTE, condition_BE, plan)
-        else:
-            prefix_BPH, suffix_BTE = self._expert_beside_prefix(self.expert_stream, prefix_BPH, suffix_BTE, condition_BE, plan)
+        for layer in self.layers:
+            prefix_BPH, suffix_BTE = layer(prefix_BPH, suffix_BTE, condition_BE, plan)
         if not self.skip_dead_compute:
             self.prefix_norm(prefix_BPH)
         return self.read_out(suffix_BTE, condition_BE, plan)
-
-    def _expert_beside_prefix(
-        self, side: SideStream, prefix_BPH: Tensor, suffix_BTE: Tensor, condition_BE: Tensor, plan: AnyAttentionPlan
-    ) -> tuple[Tensor, Tensor]:
-        """All joint layers: (prefix, suffix). An expert layer waits for its prefix layer; the next one runs beside it."""
-        assert isinstance(plan, AttentionPlan)
-        shared: Sequence[Tensor] = (suffix_BTE, condition_BE, *plan.read_by_suffix())
-        for layer in self.layers:
-            joint = cast(JointLayer, layer)
-            prefix_BPH, key_value = joint.prefix(prefix_BPH, plan)
-            with side.beside((*shared, *key_value)):
-                suffix_BTE = joint.suffix(suffix_BTE, condition_BE, key_value, plan)
-            shared = ()
-        side.join((suffix_BTE,))
-        return prefix_BPH, suffix_BTE
 
     def _embed_and_plan(
         self, batch: Batch | PackedBatch, action_horizon: int, num_draws: int
