@@ -18,6 +18,7 @@ from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.data.batch import Batch
 from megatron_vla.models.registry import ModelFamily
 from megatron_vla.optimizations import activation_checkpoint
+from megatron_vla.optimizations.fp8_linear import delayed_scaling_of
 from megatron_vla.optimizations.patterns import matches
 
 GIB = 2**30
@@ -93,8 +94,12 @@ def candidate_patterns(model: nn.Module, family: ModelFamily, batch: Batch) -> l
 
 
 def measure(model: nn.Module, family: ModelFamily, batch: Batch, patterns: Sequence[str]) -> Cost:
-    """Cost of one forward and backward on `batch`, which is on the model's device. Gradients are dropped."""
+    """Cost of one forward and backward on `batch`, which is on the model's device, as a run's later steps have it.
+
+    Gradients are dropped. Magnitudes of --fp8-recipe delayed enter its history after each pass, as at the end of a step.
+    """
     on_gpu = batch.tokens_BL.is_cuda
+    scaling = delayed_scaling_of(model)
     with recomputing(model, family, tuple(patterns)):
         held = 0
         times = []
@@ -106,6 +111,9 @@ def measure(model: nn.Module, family: ModelFamily, batch: Batch, patterns: Seque
             loss.backward()
             _wait(on_gpu)
             times.append((time.perf_counter() - started) * 1e3)
+            if scaling is not None:
+                # Until a step ends, every pass looks for factors in its data, as only a run's first step does.
+                scaling.roll(None)
         model.zero_grad(set_to_none=True)
     # The first pass compiles and fills caches.
     return Cost(tuple(patterns), held, statistics.median(times[1:]))
@@ -175,21 +183,41 @@ def price(cost: Cost, nothing: Cost) -> float:
 def recommend(measured: Sequence[Cost], scale: float, budget_bytes: float) -> Recommendation:
     """The cheapest patterns, none inside another, that bring `scale` times the measured activations under `budget_bytes`.
 
-    Activations and times grow with the number of samples: `scale` is the wanted batch over the measured one.
+    Of equally cheap ones those that hold least; nothing where that fits. Where nothing does, those that hold least of all.
+
+    Activations and times grow with the number of samples: `scale` is the wanted batch over the measured one. What single
+    patterns save and cost is taken to add up.
     """
     nothing, *single = measured
-    held, extra = scale * nothing.held_bytes, 0.0
-    chosen: list[str] = []
+    # A model has about ten of them: every choice is looked at.
+    choices = [_together(nothing, chosen, scale, budget_bytes) for chosen in _disjoint_choices(single)]
+    fitting = [choice for choice in choices if choice.fits]
+    if not fitting:
+        return min(choices, key=lambda choice: (choice.held_bytes, choice.extra_milliseconds))
+    if choices[0].fits:
+        # Before patterns whose measured cost is zero by chance.
+        return choices[0]
+    return min(fitting, key=lambda choice: (choice.extra_milliseconds, choice.held_bytes))
+
+
+def _disjoint_choices(single: Sequence[Cost]) -> list[tuple[Cost, ...]]:
+    """Every choice of measured patterns none of which is inside another, that of nothing first."""
+    choices: list[tuple[Cost, ...]] = [()]
     for cost in single:
-        if held <= budget_bytes:
-            break
-        (pattern,) = cost.patterns
-        if any(pattern.startswith(other + ".") or other.startswith(pattern + ".") for other in chosen):
-            continue
-        chosen.append(pattern)
-        held -= scale * (nothing.held_bytes - cost.held_bytes)
-        extra += scale * max(0.0, cost.milliseconds - nothing.milliseconds)
-    return Recommendation(tuple(chosen), held, extra, held <= budget_bytes)
+        choices += [(*chosen, cost) for chosen in choices if not any(_overlap(cost, other) for other in chosen)]
+    return choices
+
+
+def _overlap(cost: Cost, other: Cost) -> bool:
+    (pattern,), (known,) = cost.patterns, other.patterns
+    return pattern.startswith(known + ".") or known.startswith(pattern + ".")
+
+
+def _together(nothing: Cost, chosen: Sequence[Cost], scale: float, budget_bytes: float) -> Recommendation:
+    held = scale * (nothing.held_bytes - sum(nothing.held_bytes - cost.held_bytes for cost in chosen))
+    extra = scale * sum(max(0.0, cost.milliseconds - nothing.milliseconds) for cost in chosen)
+    patterns = tuple(pattern for cost in chosen for pattern in cost.patterns)
+    return Recommendation(patterns, held, extra, held <= budget_bytes)
 
 
 HEADER = f"{'GiB held':>10} {'GiB saved':>10} {'ms':>9} {'ms more':>9} {'ms / GiB':>9}  recomputed"

@@ -29,12 +29,12 @@ from megatron_vla.parallel.parameter_shard import copy_marks
 from megatron_vla.parallel.partial_gradients import PartialSums, norm_scope
 
 
-def replicate_size(parallel: ParallelConfig, groups: ParallelGroups) -> int:
+def replicate_size(parallel: ParallelConfig, world_size: int) -> int:
     """Copies of the sharded model: --fsdp-replicate-size, or one per node that the data-parallel ranks fill evenly.
 
     Raises ValueError when the copies do not divide the data-parallel ranks.
     """
-    size = groups.data_parallel_size
+    size = world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     if parallel.fsdp_replicate_size is not None:
         if size % parallel.fsdp_replicate_size:
             raise ValueError(
@@ -42,8 +42,8 @@ def replicate_size(parallel: ParallelConfig, groups: ParallelGroups) -> int:
                 "use --fsdp-replicate-size 1, or leave it out"
             )
         return parallel.fsdp_replicate_size
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", groups.world_size))
-    ranks_per_node = max(1, local_world_size // groups.tensor_model_parallel_size)
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    ranks_per_node = max(1, local_world_size // parallel.tensor_model_parallel_size)
     return size // ranks_per_node if size % ranks_per_node == 0 and size > ranks_per_node else 1
 
 
@@ -99,7 +99,7 @@ class FullyShardedModel:
     """A model under fully_shard: one unit per layer, one for the rest, and one more in each where dtypes mix."""
 
     def __init__(self, module: nn.Module, parallel: ParallelConfig, groups: ParallelGroups, block_names: Sequence[str]):
-        replicas = replicate_size(parallel, groups)
+        replicas = replicate_size(parallel, groups.world_size)
         self.mesh = _mesh(groups, replicas)
         reduce_dtype = torch.float32 if parallel.accumulate_allreduce_grads_in_fp32 else None
         self._low_precision = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)

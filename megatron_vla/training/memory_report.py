@@ -13,6 +13,7 @@ from megatron_vla.data.packed_batch import PackedBatch
 from megatron_vla.models.registry import ModelFamily
 from megatron_vla.optimizations.apply import apply_optimizations
 from megatron_vla.optimizations.recompute_cost import GIB, Cost, candidate_patterns, costs, recommend, table
+from megatron_vla.parallel.fsdp import replicate_size
 from megatron_vla.parallel.groups import initialize, shut_down, world_size_from_environment
 from megatron_vla.training.logging import print_once
 from megatron_vla.training.preparation import prepare
@@ -22,18 +23,32 @@ USABLE_SHARE = 0.92
 
 
 def state_bytes(module: nn.Module, world_size: int, config: RunConfig) -> int:
-    """Weights, gradients, fp32 main parameters, two moments and the average, as far as this rank holds them."""
-    shards = config.data_parallel_size(world_size) if config.parallel.use_distributed_optimizer else 1
-    # Buffers of several ranks or micro-batches add up in fp32.
-    has_buffers = world_size > 1 and config.parallel.gradient_buffers
-    is_direct = not has_buffers and config.num_microbatches(world_size) == 1
+    """Weights, gradients, fp32 main parameters, two moments and the average, as far as this rank holds them.
+
+    With fsdp2 the first rank's shards, which are the largest; what is gathered of one layer at a time is not counted.
+    """
+    parallel = config.parallel
+    is_fsdp = parallel.data_parallel_strategy == "fsdp2"
+    shards = config.data_parallel_size(world_size) if is_fsdp or parallel.use_distributed_optimizer else 1
+    if is_fsdp:
+        shards //= replicate_size(parallel, world_size)
+    is_one_pass = config.num_microbatches(world_size) == 1
+    # Buffers of several ranks or micro-batches add up in fp32, unless that is switched off. fsdp2 has none: it adds up
+    # several micro-batches in whole gradients, and rounds what is reduced to the weight's dtype.
+    adds_up = not is_one_pass or (world_size > 1 and parallel.gradient_buffers and not is_fsdp)
+    in_fp32 = adds_up and parallel.accumulate_allreduce_grads_in_fp32
     total = 0
     for parameter in module.parameters():
-        total += parameter.numel() * parameter.element_size()
+        count, size = parameter.numel(), parameter.element_size()
+        # fsdp2 cuts the first dimension.
+        held = -(-parameter.shape[0] // shards) * (count // parameter.shape[0]) if is_fsdp else count
+        total += held * size
+        if is_fsdp and not parallel.fsdp_reshard_after_forward:
+            total += count * size
         if parameter.requires_grad:
-            total += parameter.numel() * (parameter.element_size() if is_direct else 4)
-            copies = 2 + (parameter.element_size() < 4) + (config.optimizer.ema_decay is not None)
-            total += parameter.numel() * 4 * copies // shards
+            total += (held if is_one_pass else count) * (max(size, 4) if in_fp32 else size)
+            copies = 2 + (size < 4) + (config.optimizer.ema_decay is not None)
+            total += held * 4 * copies if is_fsdp else count * 4 * copies // shards
     return total
 
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from pi05_fixtures import gradients, tiny_batch, tiny_model
 from training_fixtures import TINY, tiny_config
 
+from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.data.batch import Batch
+from megatron_vla.kernels.fp8_quantize.op import CALIBRATION
 from megatron_vla.models.pi05.family import FAMILY
 from megatron_vla.optimizations import recompute_cost
+from megatron_vla.optimizations.apply import apply_optimizations
+from megatron_vla.optimizations.fp8_linear import delayed_scaling_of
 from megatron_vla.optimizations.recompute_cost import (
     GIB,
     HEADER,
@@ -115,7 +122,11 @@ MEASURED = [
         (1, 90, ("vision.*",), 80, 40, True),
         (1, 50, ("vision.*", "layers.*.mlp"), 40, 200, True),
         (2, 90, ("vision.*", "layers.*.mlp"), 80, 400, True),
-        (1, 10, ("vision.*", "layers.*.mlp"), 40, 200, False),
+        # layers.*.mlp alone is cheaper than vision.* before it, which does not do by itself.
+        (1, 70, ("layers.*.mlp",), 60, 160, True),
+        # layers.* has to take the place of layers.*.mlp, which is cheaper per GiB.
+        (1, 30, ("vision.*", "layers.*"), 20, 400, True),
+        (1, 10, ("vision.*", "layers.*"), 20, 400, False),
     ],
 )
 def test_the_cheapest_patterns_that_fit(
@@ -123,6 +134,74 @@ def test_the_cheapest_patterns_that_fit(
 ) -> None:
     found = recommend(MEASURED, scale, budget * GIB)
     assert (found.patterns, found.held_bytes, found.extra_milliseconds, found.fits) == (patterns, held * GIB, extra, fits)
+
+
+def test_equally_cheap_patterns_hold_least_and_nothing_comes_before_all() -> None:
+    nothing, more, less, free = Cost((), 100, 5.0), Cost(("a",), 60, 7.0), Cost(("b",), 50, 7.0), Cost(("c",), 99, 4.0)
+    assert recommend([nothing, more, less], 1, 70).patterns == ("b",)
+    assert recommend([nothing, free, more, less], 1, 100).patterns == ()
+
+
+def test_no_choice_of_disjoint_patterns_is_cheaper() -> None:
+    """Against every subset, by brute force, for drawn costs of the patterns of Pi0.5."""
+    names = ("layers.*", "layers.*.prefix", "layers.*.prefix.mlp", "layers.*.suffix", "layers.*.suffix.mlp")
+    names += ("vision_tower.layers.*", "vision_tower.layers.*.mlp", "vision_tower.layers.*.self_attn")
+    draw = random.Random(0)
+    for _ in range(20):
+        nothing, *single = [Cost((), 1000, 500.0), *(Cost((n,), draw.randint(700, 990), draw.uniform(505, 700)) for n in names)]
+        budget = draw.randint(400, 1000)
+        possible: list[tuple[float, int]] = []
+        for count in range(len(single) + 1):
+            for chosen in itertools.combinations(single, count):
+                pairs = itertools.permutations([c.patterns[0] for c in chosen], 2)
+                held = 1000 - sum(1000 - c.held_bytes for c in chosen)
+                if not any(inner.startswith(outer + ".") for outer, inner in pairs):
+                    possible.append((sum(c.milliseconds - 500 for c in chosen), held))
+        found = recommend([nothing, *single], 1, budget)
+        cheapest = min((p for p in possible if p[1] <= budget), default=None)
+        assert found.fits is (cheapest is not None)
+        if cheapest is None:
+            assert found.held_bytes == min(held for _, held in possible)
+        else:
+            assert (found.extra_milliseconds, found.held_bytes) == pytest.approx(cheapest)
+
+
+def test_the_example_of_the_document() -> None:
+    """docs/speed.md, Memory: 64 samples of Pi0.5 base beside 50 GiB of state on a card of 139.8 GiB."""
+    rows = {
+        "vision_tower.layers.*": (27.6, 47),
+        "layers.*.prefix.mlp": (57.4, 122),
+        "layers.*.prefix": (63.1, 133),
+        "layers.*": (81.6, 402),
+    }
+    document = (ROOT / "docs" / "speed.md").read_text()
+    assert all(f"| `{name}` | {saved} | {more} |" in document for name, (saved, more) in rows.items())
+    nothing = Cost((), round(114.0 * GIB), 790.0)
+    table_rows = [Cost((n,), round((114.0 - saved) * GIB), 790.0 + more) for n, (saved, more) in rows.items()]
+    config = tiny_config("--micro-batch-size", "64", "--global-batch-size", "64")
+    text = advice([nothing, *table_rows], 64, config, round(139.8 * GIB), 50 * GIB)
+    assert text.endswith("use --activation-checkpoint-module-patterns layers.*.prefix.mlp (about 122 ms more per micro-batch)")
+
+
+def test_passes_are_those_of_a_later_step_with_delayed_scaling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first pass of all takes factors from its data; the timed ones find a history, as after a trainer's step."""
+    config = OptimizationConfig(fp8="native", fp8_recipe="delayed", fp8_min_dim=64, attention_backend="sdpa")
+    monkeypatch.setattr(CALIBRATION, "active", False)
+    model = apply_optimizations(tiny_model(dtype=torch.bfloat16), config, FAMILY, lambda line: None)
+    scaling = delayed_scaling_of(model)
+    assert scaling is not None
+    passes: list[tuple[bool, bool]] = []
+    loss_of = recompute_cost._loss
+
+    def seen(*arguments: Any) -> torch.Tensor:
+        passes.append((CALIBRATION.active, bool(scaling.state())))
+        return loss_of(*arguments)
+
+    monkeypatch.setattr(recompute_cost, "_loss", seen)
+    measure(model, FAMILY, tiny_batch(), ())
+    assert passes == [(True, False), *[(False, True)] * recompute_cost.TIMED_PASSES]
+    measure(model, FAMILY, tiny_batch(), ("layers.*",))
+    assert passes[1 + recompute_cost.TIMED_PASSES :] == [(False, True)] * (1 + recompute_cost.TIMED_PASSES)
 
 
 def test_advice_names_the_flag() -> None:
@@ -147,6 +226,32 @@ def test_state_of_two_tensor_parallel_processes_by_hand() -> None:
     assert state_bytes(module, 2, buffered) == 15 * (2 + 4 + 4 * 4)
     direct = dataclasses.replace(buffered, parallel=dataclasses.replace(buffered.parallel, gradient_buffers=False))
     assert state_bytes(module, 2, direct) == 15 * (2 + 2 + 4 * 4)
+
+
+def test_state_in_shards_by_hand() -> None:
+    """fsdp2 cuts weights, gradients and the optimizer's state; ZeRO-1 the latter only."""
+    module = torch.nn.Linear(3, 10, bias=False, dtype=torch.bfloat16)
+    flags = ("--bf16", "--micro-batch-size", "4", "--global-batch-size", "16")  # with an average of the weights
+    zero = tiny_config(*flags, "--use-distributed-optimizer")
+    assert state_bytes(module, 4, zero) == 30 * (2 + 4) + 30 * 16 // 4
+    # The first of four ranks holds 3 rows of 10, in bf16 as their reduced gradients.
+    sharded = tiny_config(*flags, "--data-parallel-strategy", "fsdp2", "--fsdp-replicate-size", "1")
+    assert state_bytes(module, 4, sharded) == 9 * (2 + 2 + 16)
+    copies = dataclasses.replace(sharded, parallel=dataclasses.replace(sharded.parallel, fsdp_replicate_size=2))
+    assert state_bytes(module, 4, copies) == 15 * (2 + 2 + 16)
+    gathered = dataclasses.replace(sharded, parallel=dataclasses.replace(sharded.parallel, fsdp_reshard_after_forward=False))
+    assert state_bytes(module, 4, gathered) == 9 * (2 + 2 + 16) + 30 * 2
+    # Two micro-batches: whole gradients add up on each rank before they are reduced.
+    twice = tiny_config("--bf16", "--micro-batch-size", "2", "--global-batch-size", "16", "--data-parallel-strategy", "fsdp2")
+    assert state_bytes(module, 4, twice) == 30 * 4 + 9 * (2 + 16)
+
+
+def test_gradients_that_are_not_accumulated_in_fp32_take_the_weights_dtype() -> None:
+    module = torch.nn.Linear(3, 10, bias=False, dtype=torch.bfloat16)
+    config = tiny_config(
+        "--bf16", "--micro-batch-size", "2", "--global-batch-size", "4", "--no-accumulate-allreduce-grads-in-fp32"
+    )
+    assert state_bytes(module, 1, config) == 30 * (2 + 2 + 16)
 
 
 @pytest.mark.slow
