@@ -55,7 +55,6 @@ ALL_ON: dict[str, Any] = {
     "merge_projections": True,
     "allow_tf32": True,
     "compile": True,
-    "compile_scope": "per_layer",
 }
 
 
@@ -74,7 +73,11 @@ def reference() -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
     return float(mean_loss(model, batch).detach()), gradients(model, batch), model.state_dict()
 
 
-@pytest.mark.parametrize("options", [*pairs(SWITCHES), pytest.param(ALL_ON, id="all")])
+# Everything at once, in each scope of compilation.
+TOGETHER = [pytest.param({**ALL_ON, **scope}, id=f"all, {scope['compile_scope']}") for scope in SWITCHES["compile"]]
+
+
+@pytest.mark.parametrize("options", [*pairs(SWITCHES), *TOGETHER])
 def test_pair_of_switches(options: dict[str, Any], reference: tuple[float, dict[str, Tensor], dict[str, Tensor]]) -> None:
     loss, expected, state = reference
     model, batch = built(options), tiny_batch()
