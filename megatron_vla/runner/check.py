@@ -63,8 +63,8 @@ def runner_findings(config: RunConfig, world_size: int) -> Iterator[Finding]:
         )
 
 
-def device_findings(config: RunConfig, has_gpu: bool) -> Iterator[Finding]:
-    """What depends on this machine."""
+def runner_device_findings(config: RunConfig, has_gpu: bool) -> Iterator[Finding]:
+    """What capturing needs of this machine."""
     if config.optimization.runner != "eager" and not has_gpu:
         yield error(
             "--runner", f"{config.optimization.runner} captures CUDA graphs, and there is no GPU here", "use --runner eager"

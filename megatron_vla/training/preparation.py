@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -12,12 +14,19 @@ from megatron_vla.data.build import DataSupply, build_data
 from megatron_vla.data.mixture_data import acting_part
 from megatron_vla.data.report import first_batch_report
 from megatron_vla.evaluation.plan import plan_findings
-from megatron_vla.findings import CheckError, error, raise_errors
+from megatron_vla.findings import CheckError, Finding, error, raise_errors
 from megatron_vla.models.registry import ModelFamily
-from megatron_vla.runner.check import device_findings
+from megatron_vla.optimizations.attention import attention_findings
+from megatron_vla.runner.check import runner_device_findings
 from megatron_vla.training.checkpoint_folder import CheckpointFolder
 from megatron_vla.training.logging import log_folder, print_once
 from megatron_vla.training.resume import find_resume, order_findings, resume_findings, with_stored_preprocessing
+
+
+def device_findings(config: RunConfig, has_gpu: bool) -> Iterator[Finding]:
+    """What depends on this machine."""
+    yield from runner_device_findings(config, has_gpu)
+    yield from attention_findings(config.optimization, on_gpu=has_gpu, in_bf16=config.model.bf16)
 
 
 def prepare(config: RunConfig, family: ModelFamily, world_size: int) -> tuple[CheckpointFolder | None, DataSupply]:
@@ -38,7 +47,9 @@ def prepare(config: RunConfig, family: ModelFamily, world_size: int) -> tuple[Ch
     if resume is not None:
         supply.restore_packs(resume.state.get("packing"))
     if config.evaluation.eval_interval is not None:
-        raise_errors(list(plan_findings(config.evaluation, acting_part(supply.preprocessor, config.evaluation.eval_dataset))))
+        assert config.checkpoint.save is not None, "checked above"
+        acting = acting_part(supply.preprocessor, config.evaluation.eval_dataset)
+        raise_errors(list(plan_findings(config.evaluation, acting, Path(config.checkpoint.save))))
     order = order_findings(resume, supply.order_hash, config)
     print_once(*(f for f in order if f.severity == "warning"))
     raise_errors(order)

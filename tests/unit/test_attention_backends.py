@@ -23,6 +23,7 @@ from megatron_vla.models.common.attention_mask import (
 )
 from megatron_vla.models.pi05.family import FAMILY
 from megatron_vla.optimizations.apply import apply_optimizations
+from megatron_vla.training.preparation import device_findings
 
 
 def holes_everywhere() -> Batch:
@@ -122,6 +123,24 @@ def test_auto_is_printed() -> None:
 def test_a_backend_that_cannot_train_here_is_refused(backend: Any, words: str) -> None:
     with pytest.raises(ValueError, match=f"--attention-backend {backend}: .*{words}"):
         apply_optimizations(tiny_model(), OptimizationConfig(attention_backend=backend), FAMILY, lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_gpu", "expected"),
+    [
+        ("--attention-backend flex", False, "--attention-backend flex"),
+        ("--attention-backend flex", True, None),
+        ("--attention-backend varlen", True, "--attention-backend varlen"),
+        ("--attention-backend varlen --bf16", True, None),
+        ("--attention-backend varlen", False, None),
+        ("--unmasked-attention flash --bf16", False, "--unmasked-attention flash"),
+        ("--unmasked-attention flash", True, "--unmasked-attention flash"),
+        ("--unmasked-attention flash --bf16", True, None),
+    ],
+)
+def test_device_and_dtype_are_checked_before_anything_is_built(flags: str, has_gpu: bool, expected: str | None) -> None:
+    config = parse_args(["--mock-data", *flags.split()])
+    assert [f.where for f in device_findings(config, has_gpu)] == ([] if expected is None else [expected])
 
 
 def test_a_missing_package_is_found_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

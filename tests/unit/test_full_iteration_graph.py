@@ -18,13 +18,13 @@ from megatron_vla.config.check import check
 from megatron_vla.config.parallel import ParallelConfig
 from megatron_vla.models.registry import model_family
 from megatron_vla.parallel.groups import ParallelGroups, initialize, shut_down
-from megatron_vla.runner.check import device_findings
 from megatron_vla.runner.contract import contract_of
 from megatron_vla.training.checkpoint import load_checkpoint
 from megatron_vla.training.checkpoint_folder import find_latest
 from megatron_vla.training.checkpoint_saving import save_checkpoint
 from megatron_vla.training.loop import TrainingRun, train
 from megatron_vla.training.metrics import MetricWindow
+from megatron_vla.training.preparation import device_findings
 
 GRAPHS = ("--runner", "full_iteration_graph")
 ONE = ("--global-batch-size", "2")  # one micro-batch: no gradient buffer
