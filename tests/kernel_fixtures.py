@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_vla.kernels import BUILD_COMMAND, load_launcher
 
@@ -49,3 +49,11 @@ def captured(step: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, li
     with torch.cuda.graph(graph):
         results = step()
     return graph, results
+
+
+def with_empty_parameters(model: nn.Module, dtype: torch.dtype, device: str) -> nn.Module:
+    """`model` with other parameters of the same shapes; inside FakeTensorMode `device` may be a GPU that is not there."""
+    for module in model.modules():
+        for name, old in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.empty(old.shape, dtype=dtype, device=device)))
+    return model

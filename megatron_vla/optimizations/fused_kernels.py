@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.kernels import SELECTION
@@ -19,6 +19,13 @@ from megatron_vla.models.common.normalization import LayerNorm, RMSNorm
 from megatron_vla.models.registry import ModelFamily
 
 FLAG = "--no-fused-kernels"
+
+
+def _has_fused_softmax(model: nn.Module, config: OptimizationConfig) -> bool:
+    # By autocast fp32 weights make bf16 keys and values too.
+    is_rounded = getattr(getattr(model, "config", None), "autocast_bf16", False)
+    in_bf16 = any(p.is_cuda and (is_rounded or p.dtype == torch.bfloat16) for p in model.parameters())
+    return config.attention_backend == "matmul" and in_bf16
 
 
 def _has_biased_gelu(model: nn.Module, config: OptimizationConfig) -> bool:
@@ -41,12 +48,7 @@ def _has_norms(
 # What is computed, by which kernel, whether that was built, and which models can use it. Kernels of single optimizations are in
 # those optimizations' lines.
 KERNELS: tuple[tuple[str, str, bool, Callable[[nn.Module, OptimizationConfig], bool]], ...] = (
-    (
-        "softmax of attention",
-        "masked_softmax",
-        masked_softmax.IS_BUILT,
-        lambda model, config: config.attention_backend == "matmul",
-    ),
+    ("softmax of attention", "masked_softmax", masked_softmax.IS_BUILT, _has_fused_softmax),
     ("GELU of biased layers", "biased_gelu", biased_gelu.IS_BUILT, _has_biased_gelu),
     ("layer norms", "layer_norm", layer_norm.IS_BUILT, _has_norms(LayerNorm, norm_rows.has_width)),
     ("RMS norms", "rms_norm", rms_norm.IS_BUILT, _has_norms(RMSNorm, rms_norm.has_width)),
@@ -66,8 +68,33 @@ def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, rep
     return model
 
 
-def code_of(kernel: str, is_built: bool, config: OptimizationConfig) -> str:
-    """Which code runs, of a kernel that takes what its conditions allow."""
+def code_of(kernel: str, is_built: bool, config: OptimizationConfig, obstacle: str | None = None, but: str = "") -> str:
+    """Which code runs, of a kernel that takes what its conditions allow.
+
+    obstacle: why it takes nothing of this model (`obstacle_of`). but: where it does not run all the same.
+    """
     if not config.fused_kernels:
         return f"PyTorch operations ({FLAG})"
-    return "the fused kernel" if is_built else f"PyTorch operations (kernels/{kernel} was not built)"
+    if obstacle is not None:
+        return f"PyTorch operations ({obstacle})"
+    return f"the fused kernel{but}" if is_built else f"PyTorch operations (kernels/{kernel} was not built)"
+
+
+def obstacle_of(layers: Iterable[Sequence[Tensor]], multiple: int) -> str | None:
+    """Why a kernel for bf16 on GPUs takes the outputs of none of `layers`; None where it takes those of one at least.
+
+    layers: parameters [outputs, ...] of what one call of the kernel computes. multiple: what it needs outputs to be one of.
+    """
+    obstacles = [_obstacle(parameters, multiple) for parameters in layers]
+    return None if None in obstacles else obstacles[0]
+
+
+def _obstacle(parameters: Sequence[Tensor], multiple: int) -> str | None:
+    for parameter in parameters:
+        if not parameter.is_cuda:
+            return f"the kernel needs a GPU, and the model is on {parameter.device.type}"
+        if parameter.dtype != torch.bfloat16:
+            return f"the kernel computes in bf16, and weights are {str(parameter.dtype).removeprefix('torch.')}"
+        if parameter.shape[0] % multiple:
+            return f"the kernel needs multiples of {multiple}, and layers have {parameter.shape[0]} outputs"
+    return None

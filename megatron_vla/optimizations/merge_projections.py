@@ -16,7 +16,7 @@ from megatron_vla.models.common.decoder_layer import GatedMlp
 from megatron_vla.models.common.joined_parameters import make_neighbours
 from megatron_vla.models.common.merged_linear import MergesProjections, projection_groups
 from megatron_vla.models.registry import ModelFamily
-from megatron_vla.optimizations.fused_kernels import code_of
+from megatron_vla.optimizations.fused_kernels import code_of, obstacle_of
 
 FLAG = "--merge-projections"
 
@@ -34,9 +34,17 @@ def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, rep
     line = f"merged projections: {sum(map(len, groups))} linear layers in {len(groups)} products"
     if config.neighbouring_weights:
         line += f", {sum(map(make_neighbours, groups))} of which read neighbours in memory"
-    if any(isinstance(module, GatedMlp) and module.activation == "gelu_tanh" for module in merging):
-        line += f"; gated GELU: {code_of('gated_gelu', gated_gelu.IS_BUILT, config)}"
-    if any(isinstance(group[0].bias, Tensor) for group in groups):
-        line += f"; gradients of biased products: {code_of('joined_gradients', joined_gradients.IS_BUILT, config)}"
+    gates = [[m.gate_proj.weight] for m in merging if isinstance(m, GatedMlp) and m.activation == "gelu_tanh"]
+    if gates:
+        but = ", but not in MLPs that are all FP8" if config.fp8 is not None and config.fp8_recipe == "delayed" else ""
+        obstacle = obstacle_of(gates, gated_gelu.VECTOR)
+        line += f"; gated GELU: {code_of('gated_gelu', gated_gelu.IS_BUILT, config, obstacle, but)}"
+    biased = [[p for layer in group for p in layer.parameters()] for group in groups if isinstance(group[0].bias, Tensor)]
+    if biased:
+        but = ", but not in FP8 layers" if config.fp8 is not None else ""
+        obstacle = obstacle_of(biased, joined_gradients.VECTOR)
+        line += (
+            f"; gradients of biased products: {code_of('joined_gradients', joined_gradients.IS_BUILT, config, obstacle, but)}"
+        )
     report(line)
     return model

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from kernel_fixtures import with_empty_parameters
 from pi05_fixtures import assert_gradients_close, gradients, mean_loss, tiny_batch, tiny_model, uniform
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -131,15 +133,24 @@ def test_where_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_report_names_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lines(**options: Any) -> list[str]:
+    def lines(model: Any = None, **options: Any) -> list[str]:
         found: list[str] = []
-        fused_kernels.apply(torch.nn.Linear(1, 1), OptimizationConfig(**options), FAMILY, found.append)
+        fused_kernels.apply(model or torch.nn.Linear(1, 1), OptimizationConfig(**options), FAMILY, found.append)
         return found
 
     monkeypatch.setattr(SELECTION, "enabled", True)
     assert lines() == []
-    (line,) = lines(attention_backend="matmul")
-    assert line.startswith("softmax of attention: ") and (line.endswith("the fused kernel") or "not built" in line)
+    assert lines(attention_backend="matmul") == [], "no attention on a CPU can use it"
+    with FakeTensorMode():
+        model: Any = with_empty_parameters(torch.nn.Linear(1, 1, device="meta"), torch.float32, "cuda")
+        assert lines(model, attention_backend="matmul") == [], "nor one in fp32"
+        model.config = SimpleNamespace(autocast_bf16=True)
+        assert len(lines(model, attention_backend="matmul")) == 1
+        model = with_empty_parameters(torch.nn.Linear(1, 1, device="meta"), BF16, "cuda")
+        assert lines(model, attention_backend="sdpa") == []
+        (line,) = lines(model, attention_backend="matmul")
+    code = "the fused kernel" if op.IS_BUILT else "PyTorch operations (kernels/masked_softmax was not built)"
+    assert line == f"softmax of attention: {code}"
     assert lines(attention_backend="matmul", fused_kernels=False) == [
         "fused kernels: none, PyTorch operations instead (--no-fused-kernels)"
     ]

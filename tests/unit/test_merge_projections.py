@@ -6,15 +6,23 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_fixtures import with_empty_parameters
 from pi05_fixtures import gradients, mean_loss, tiny_batch, tiny_model
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vla.config.optimization import OptimizationConfig
-from megatron_vla.models.common.merged_linear import merged_linear
+from megatron_vla.kernels import SELECTION
+from megatron_vla.kernels.gated_gelu import op as gated_gelu
+from megatron_vla.kernels.joined_gradients import op as joined_gradients
+from megatron_vla.models.common.decoder_layer import GatedMlp
+from megatron_vla.models.common.merged_linear import MergesProjections, merged_linear
 from megatron_vla.models.pi05.family import FAMILY
+from megatron_vla.optimizations import merge_projections
 from megatron_vla.optimizations.apply import apply_optimizations
+from megatron_vla.parallel.tensor_parallel import NOT_PARALLEL
 
 MERGED = OptimizationConfig(merge_projections=True, attention_backend="sdpa")
 
@@ -84,3 +92,76 @@ def test_fewer_products_of_the_same_size() -> None:
 def test_a_model_without_projections_is_an_error() -> None:
     with pytest.raises(ValueError, match="--merge-projections: model pi05 has no projections"):
         apply_optimizations(nn.Linear(2, 2), MERGED, FAMILY, quiet)
+
+
+ON_CPU = "PyTorch operations (the kernel needs a GPU, and the model is on cpu)"
+GELU, BIASED = "gated GELU: ", "gradients of biased products: "
+
+
+def codes(model: nn.Module, monkeypatch: pytest.MonkeyPatch, is_built: bool = True, **options: Any) -> tuple[str, str]:
+    """(code of gated GELU, code of biased gradients) in the line about `model`."""
+    for op in (gated_gelu, joined_gradients):
+        monkeypatch.setattr(op, "IS_BUILT", is_built)
+    lines: list[str] = []
+    config = OptimizationConfig(merge_projections=True, neighbouring_weights=False, **options)
+    merge_projections.apply(model, config, FAMILY, lines.append)
+    _, gelu, biased = lines[0].split("; ")
+    assert gelu.startswith(GELU) and biased.startswith(BIASED)
+    return gelu.removeprefix(GELU), biased.removeprefix(BIASED)
+
+
+class Projections(MergesProjections):
+    """Two biased layers that may be merged."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, outputs), nn.Linear(16, 8)
+
+    def projection_groups(self) -> tuple[tuple[nn.Module, ...], ...]:
+        return ((self.first, self.second),)
+
+
+def model_of(width: int, dtype: torch.dtype, device: str = "cuda") -> nn.Module:
+    with torch.device("meta"):
+        model = nn.ModuleList([GatedMlp(16, width, NOT_PARALLEL), Projections(width)])
+    return with_empty_parameters(model, dtype, device)
+
+
+def test_the_line_says_which_code_runs_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernels' own conditions decide."""
+    monkeypatch.setattr(SELECTION, "enabled", True)
+    assert codes(model_of(24, torch.bfloat16, "cpu"), monkeypatch) == (ON_CPU, ON_CPU)
+    with FakeTensorMode():
+        for dtype in (torch.bfloat16, torch.float32):
+            for width in (24, 20):
+                model = model_of(width, dtype)
+                found = codes(model, monkeypatch)
+                rows = torch.empty(4, 2 * width, dtype=dtype, device="cuda")
+                runs = (
+                    gated_gelu.can_run(rows),
+                    joined_gradients.can_run(rows, torch.empty(8 + width, dtype=dtype, device="cuda"), (width, 8)),
+                )
+                assert [code == "the fused kernel" for code in found] == list(runs), (dtype, width, found)
+        assert (
+            codes(model_of(24, torch.float32), monkeypatch)
+            == ("PyTorch operations (the kernel computes in bf16, and weights are float32)",) * 2
+        )
+        assert (
+            codes(model_of(20, torch.bfloat16), monkeypatch)
+            == ("PyTorch operations (the kernel needs multiples of 8, and layers have 20 outputs)",) * 2
+        )
+        model = model_of(24, torch.bfloat16)
+        assert codes(model, monkeypatch, is_built=False) == tuple(
+            f"PyTorch operations (kernels/{name} was not built)" for name in ("gated_gelu", "joined_gradients")
+        )
+        assert codes(model, monkeypatch, fused_kernels=False) == ("PyTorch operations (--no-fused-kernels)",) * 2
+        assert codes(model, monkeypatch, fp8="native", fp8_recipe="delayed") == (
+            "the fused kernel, but not in MLPs that are all FP8",
+            "the fused kernel, but not in FP8 layers",
+        )
+
+
+def test_one_layer_that_the_kernel_takes_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        model = nn.ModuleList([model_of(20, torch.bfloat16), model_of(24, torch.bfloat16)])
+        assert codes(model, monkeypatch) == ("the fused kernel",) * 2
