@@ -6,6 +6,7 @@
 Only successful episodes are kept. In a share of the episodes the executed action is the expert's plus noise while the recorded
 action stays the expert's own, so that the data shows how to come back from a mistake (DART, arXiv:1703.09327).
 Every episode is a function of (--seed, task, episode number): the number of processes and the order of tasks change nothing.
+A simulator process that dies or hangs is replaced; an interrupted recording goes on when the same command is given again.
 
 Shape legend: T recorded steps, H height, W width, C channels, D state, A action.
 """
@@ -18,22 +19,22 @@ import json
 import os
 import shutil
 import sys
-import threading
 import zlib
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import version
-from itertools import islice
-from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from megatron_vla.config.cli import StrictParser, add_section, build_section
-from megatron_vla.data.lerobot_writer import EncodedPictures, LeRobotWriter
+from megatron_vla.data.frame_source import FrameSource
+from megatron_vla.data.lerobot_writer import EncodedPictures
+from megatron_vla.data.metadata import read_metadata
+from megatron_vla.data.recording_shards import RecordedEpisode, ShardedRecording, differences, go_on_or_begin
 from megatron_vla.evaluation.environments.interface import (
     Environment,
     EnvironmentBackend,
@@ -44,13 +45,15 @@ from megatron_vla.evaluation.environments.interface import (
     environment_backend,
 )
 from megatron_vla.evaluation.environments.rendering import choose_backend
+from megatron_vla.evaluation.ordered_processes import OrderedProcesses
 from megatron_vla.file_lock import alone_in
 
 RECORDING_FILE = "meta/recording.json"
+REPLACED = "replaced"
 MAX_ATTEMPTS = 20
 # Then an episode that was to have noise is recorded without.
 NOISY_ATTEMPTS = 15
-# Episodes that one process records with one simulator before it hands them over: bounds memory at a few hundred MB.
+# Episodes of a task that one process records one after the other: changing the task takes longer than an episode.
 EPISODES_PER_JOB = 4
 
 
@@ -114,8 +117,12 @@ class RecordingConfig:
     num_processes: int = 1
     """Processes that simulate; the result does not depend on it."""
 
+    answer_timeout_seconds: float = 600.0
+    """A simulator process that needs longer for one attempt is replaced, and its episode begun again."""
+
     overwrite: bool = False
-    """Delete an existing dataset at --output that was recorded with other settings."""
+    """Replace a dataset at --output that was recorded with other settings, once the new one is complete; delete at once what an
+    interrupted recording with other settings has left."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +138,13 @@ class Episode:
     images: dict[str, np.ndarray | EncodedPictures]
     state_TD: np.ndarray
     actions_TA: np.ndarray
-    montage: list[np.ndarray]
+
+    def recorded(self) -> RecordedEpisode:
+        """As it is written."""
+        fields = ("task", "number", "attempts", "environment_seed", "noisy")
+        facts = {name: getattr(self, name) for name in fields} | {"length": len(self.actions_TA)}
+        columns = {"observation.state": self.state_TD, "action": self.actions_TA}
+        return RecordedEpisode(columns, self.images, self.instruction, facts)
 
 
 def cameras_of(config: RecordingConfig, backend: EnvironmentBackend) -> tuple[str, ...]:
@@ -167,7 +180,7 @@ def chosen(config: RecordingConfig) -> tuple[EnvironmentBackend, EnvironmentSett
 def settings(config: RecordingConfig) -> dict[str, Any]:
     """What decides the recorded numbers: all flags but where and how fast."""
     values = dataclasses.asdict(config)
-    for name in ("output", "num_processes", "overwrite"):
+    for name in ("output", "num_processes", "answer_timeout_seconds", "overwrite"):
         del values[name]
     backend, environment, tasks = chosen(config)
     values["suite"], values["tasks"] = environment.suite, [task.name for task in tasks]
@@ -186,16 +199,23 @@ def check(config: RecordingConfig) -> None:
         raise ValueError("--episodes-per-task, --action-repeat, --noise-hold and --num-processes must be 1 or more")
     if not 0 <= config.noise_fraction <= 1:
         raise ValueError(f"--noise-fraction {config.noise_fraction}: a share between 0 and 1 is needed")
+    if config.answer_timeout_seconds <= 0:
+        raise ValueError(f"--answer-timeout-seconds {config.answer_timeout_seconds:g}: a positive number is needed")
+
+
+def attempt_draws(config: RecordingConfig, task: TaskSpec, number: int, attempt: int) -> tuple[int, np.random.Generator]:
+    """(seed of the simulator, generator of the noise) of one attempt at an episode."""
+    random = np.random.default_rng(np.random.SeedSequence((config.seed, zlib.crc32(task.name.encode()), number, attempt)))
+    return int(random.integers(2**31)), random
 
 
 def attempt_episode(
     environment: Environment, task: TaskSpec, config: RecordingConfig, number: int, attempt: int
 ) -> Episode | None:
     """Play the expert once; None when it did not succeed within --max-steps."""
-    words = (config.seed, zlib.crc32(task.name.encode()), number)
-    random = np.random.default_rng(np.random.SeedSequence((*words, attempt)))
-    environment_seed = int(random.integers(2**31))
+    environment_seed, random = attempt_draws(config, task, number, attempt)
     # Drawn once per episode: drawn per attempt, hard tasks, whose noisy attempts fail, would end with half the noise asked for.
+    words = (config.seed, zlib.crc32(task.name.encode()), number)
     of_episode = np.random.default_rng(np.random.SeedSequence((*words, MAX_ATTEMPTS)))  # no attempt's own stream
     noisy = bool(of_episode.random() < config.noise_fraction) and attempt < NOISY_ATTEMPTS
     observation = environment.reset(Trial(task=task.name, index=number, seed=environment_seed))
@@ -222,9 +242,7 @@ def attempt_episode(
             break
     if not has_succeeded:
         return None
-    last = len(actions) - 1
     images: dict[str, Any] = {c: np.stack([o.images[c] for o in observations]) for c in cameras}
-    shown = [images[camera][step] for camera in images for step in (0, last // 2, last)]
     if config.picture_format == "png":
         images = {camera: EncodedPictures.of(pictures_THWC) for camera, pictures_THWC in images.items()}
     return Episode(
@@ -237,7 +255,6 @@ def attempt_episode(
         images,
         np.stack([o.state_D for o in observations]),
         np.stack(actions),
-        shown,
     )
 
 
@@ -249,61 +266,59 @@ def simulator(config: RecordingConfig) -> Environment:
     return backend.build(environment)
 
 
-def record_episodes(config: RecordingConfig, task: TaskSpec, numbers: Sequence[int]) -> list[Episode]:
-    """The successful episodes `numbers` of `task`. Raises ValueError when MAX_ATTEMPTS attempts at one all fail."""
+@dataclass(frozen=True)
+class Job:
+    """Episodes `numbers` of a task, for one process."""
+
+    task: TaskSpec
+    numbers: range
+
+
+def record_episodes(config: RecordingConfig, job: Job, done: int) -> Iterator[Episode | None]:
+    """The successful episodes of `job` from its number `done` on, and None for each failed attempt.
+
+    Raises ValueError when MAX_ATTEMPTS attempts at an episode all fail.
+    """
     environment = simulator(config)
-    episodes = []
-    for number in numbers:
-        attempts = (attempt_episode(environment, task, config, number, attempt) for attempt in range(MAX_ATTEMPTS))
-        episode = next((e for e in attempts if e is not None), None)
-        if episode is None:
+    for number in job.numbers[done:]:
+        for attempt in range(MAX_ATTEMPTS):
+            episode = attempt_episode(environment, job.task, config, number, attempt)
+            yield episode
+            if episode is not None:
+                break
+        else:
             raise ValueError(
-                f"task {task.name}, episode {number}: the expert failed {MAX_ATTEMPTS} times in a row"
+                f"task {job.task.name}, episode {number}: the expert failed {MAX_ATTEMPTS} times in a row"
                 f" -> raise --max-steps ({config.max_steps}), or lower --noise-sigma or --action-repeat"
             )
-        episodes.append(episode)
-    return episodes
 
 
-def exit_with_parent() -> None:
-    """Run in each process of the pool: a recorder that was killed must not leave simulators waiting for work for ever."""
-    parent = parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+def described(config: RecordingConfig, job: Job, done: int, failed: int) -> str:
+    """Which attempt a process was at after `done` episodes of its job and `failed` attempts at the next."""
+    number = job.numbers[min(done, len(job.numbers) - 1)]
+    seed, _ = attempt_draws(config, job.task, number, failed)
+    return f"task {job.task.name}, episode {number}, attempt {failed + 1} (simulator seed {seed})"
 
 
-def simulate(config: RecordingConfig) -> Iterator[Episode]:
-    """All episodes, task by task in the order of their numbers, whatever the number of processes."""
-    jobs = [
-        (task, range(first, min(first + EPISODES_PER_JOB, config.episodes_per_task)))
-        for task in chosen(config)[2]
-        for first in range(0, config.episodes_per_task, EPISODES_PER_JOB)
-    ]
-    if config.num_processes == 1:
-        try:
-            for task, numbers in jobs:
-                yield from record_episodes(config, task, numbers)
-        finally:
-            simulator(config).close()
-            simulator.cache_clear()
-        return
-    # spawn: a GL context does not survive a fork.
-    with ProcessPoolExecutor(config.num_processes, mp_context=get_context("spawn"), initializer=exit_with_parent) as pool:
-        waiting = iter(jobs)
-        running: list[Future[list[Episode]]] = []
-        # A short window, since finished episodes wait in memory for their turn to be encoded.
-        for task, numbers in islice(waiting, 2 * config.num_processes):
-            running.append(pool.submit(record_episodes, config, task, numbers))
-        while running:
-            episodes = running.pop(0).result()
-            for task, numbers in islice(waiting, 1):
-                running.append(pool.submit(record_episodes, config, task, numbers))
-            yield from episodes
+def jobs_from(config: RecordingConfig, tasks: Sequence[TaskSpec], first: int) -> Iterator[Job]:
+    """Jobs for all episodes, counted through all tasks, but the `first` ones."""
+    total = config.episodes_per_task
+    for place, task in enumerate(tasks):
+        for start in range(max(0, first - place * total), total, EPISODES_PER_JOB):
+            yield Job(task, range(start, min(start + EPISODES_PER_JOB, total)))
+
+
+def simulate(config: RecordingConfig, first: int = 0) -> Generator[Episode, None, None]:
+    """All episodes but the `first` ones, task by task in the order of their numbers, whatever the number of processes."""
+    processes: OrderedProcesses[Job, Episode] = OrderedProcesses(
+        partial(record_episodes, config),
+        config.num_processes,
+        config.answer_timeout_seconds,
+        partial(described, config),
+        "lower --num-processes if memory is short, raise --answer-timeout-seconds if the simulator is slow, or leave the task "
+        "out with --tasks; the same command goes on after the episodes that are written",
+    )
+    yield from processes.results(jobs_from(config, chosen(config)[2], first))
 
 
 def dataset_features(config: RecordingConfig, backend: EnvironmentBackend) -> dict[str, dict[str, Any]]:
@@ -334,10 +349,20 @@ def save_montage(rows: Sequence[tuple[str, list[np.ndarray]]], path: Path) -> No
     sheet.save(path)
 
 
-def montage_row(episode: Episode) -> tuple[str, list[np.ndarray]]:
-    """Title and the first, middle and last picture of each camera."""
-    cameras = ", ".join(camera.rsplit(".", 1)[-1] for camera in episode.images)
-    return f"{episode.task}: {episode.instruction} ({len(episode.actions_TA)} steps; {cameras})", episode.montage
+def montage_rows(dataset: Path, log: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[np.ndarray]]]:
+    """Of each task's first episode: title, and the first, middle and last picture of each camera."""
+    table, _ = read_metadata(dataset)
+    source = FrameSource(table, "pyav", len(table.cameras))
+    first = {row["task"]: number for number, row in reversed(list(enumerate(log)))}
+    rows = []
+    for task, number in sorted(first.items(), key=lambda entry: entry[1]):
+        length = log[number]["length"]
+        steps = (0, (length - 1) // 2, length - 1)
+        # One by one: an episode of one or two steps shows a picture twice.
+        pictures = [source.frames(camera, number, [step])[0] for camera in table.cameras for step in steps]
+        cameras = ", ".join(camera.rsplit(".", 1)[-1] for camera in table.cameras)
+        rows.append((f"{task}: {table.instruction(number)} ({length} steps; {cameras})", pictures))
+    return rows
 
 
 def is_reusable(config: RecordingConfig) -> bool:
@@ -348,70 +373,75 @@ def is_reusable(config: RecordingConfig) -> bool:
     if not (root / RECORDING_FILE).exists():
         raise ValueError(f"--output {root}: holds files that were not recorded by this tool -> name a new folder")
     recorded = json.loads((root / RECORDING_FILE).read_text())["settings"]
-    wanted = settings(config)
     # What recordings were made with before they told it.
     recorded = {"cameras": list(environment_backend(config.environment).cameras), "revision": 1, "noise_hold": 1, **recorded}
-    differences = [f"{k}: {recorded.get(k)} there, {v} asked" for k, v in wanted.items() if recorded.get(k) != v]
-    if not differences:
-        return True
-    if not config.overwrite:
+    other = differences(recorded, settings(config))
+    if other and not config.overwrite:
         raise ValueError(
-            f"--output {root}: recorded with other settings ({'; '.join(differences)}) -> name a new folder or add --overwrite"
+            f"--output {root}: recorded with other settings ({'; '.join(other)}) -> name a new folder or add --overwrite"
         )
-    shutil.rmtree(root)
-    return False
+    return not other
 
 
 def record(config: RecordingConfig) -> Path:
-    """Record everything and return the dataset's folder, which appears only when it is complete."""
+    """Record everything and return the dataset's folder, which appears (or, with --overwrite, changes) when it is complete."""
     check(config)
     root = Path(config.output)
     if is_reusable(config):
         print(f"{root}: complete with these settings, reused")
         return root
-    partial = root.with_name(root.name + ".partial")
-    with alone_in(partial, "recording"):
-        dataset = partial / "dataset"
-        if dataset.exists():
-            print(f"{partial}: left by an interrupted recording, removed")
-            shutil.rmtree(dataset)
-        _record_into(dataset, config)
-        if root.exists():
-            root.rmdir()
-        dataset.rename(root)
-        shutil.rmtree(partial)
+    work = root.with_name(root.name + ".partial")
+    with alone_in(work, "recording"):
+        # Again: another recording may have just ended.
+        if not is_reusable(config):
+            dataset = _record_in(work, config)
+            if root.exists():
+                shutil.rmtree(work / REPLACED, ignore_errors=True)  # left by a stop between the two renames
+                root.rename(work / REPLACED)
+            dataset.rename(root)
+        shutil.rmtree(work)
     return root
 
 
-def _record_into(dataset: Path, config: RecordingConfig) -> None:
-    """Record all episodes, then what is told about them."""
+def _record_in(work: Path, config: RecordingConfig) -> Path:
+    """Record the episodes that are missing in `work`, then what is told about them; the complete dataset."""
     from tqdm import tqdm
 
     os.environ["MUJOCO_GL"] = gl = choose_backend()
     print(f"rendering with MUJOCO_GL={gl}, fast rendering {'on' if config.fast_rendering else 'off'}")
     backend, environment, tasks = chosen(config)
     fps = backend.fps(environment)
-    writer = LeRobotWriter(
-        dataset,
-        fps=int(fps) if fps.is_integer() else fps,
-        features=dataset_features(config, backend),
-        robot_type=backend.robot_type,
-        codebase_version="v3.0",
-        video_codec=config.video_codec,  # type: ignore[arg-type]  # the writer names the known ones
-    )
-    log: list[dict[str, Any]] = []
-    montage: dict[str, tuple[str, list[np.ndarray]]] = {}
-    for episode in tqdm(simulate(config), total=len(tasks) * config.episodes_per_task, unit="episode"):
-        columns = {"observation.state": episode.state_TD, "action": episode.actions_TA}
-        writer.add_episode(columns, episode.images, episode.instruction)
-        montage.setdefault(episode.task, montage_row(episode))
-        fields = ("task", "number", "attempts", "environment_seed", "noisy")
-        log.append({f: getattr(episode, f) for f in fields} | {"length": len(episode.actions_TA)})
-    writer.finalize()
-    save_montage(list(montage.values()), dataset / "montage.png")
-    versions = {package: version(package) for package in backend.packages}
-    recording = {"settings": settings(config), "gl_backend": gl, "versions": versions, "episodes": log}
-    (dataset / RECORDING_FILE).write_text(json.dumps(recording, indent=1))
+    facts = {
+        "settings": json.loads(json.dumps(settings(config))),  # lists for tuples, as it is read again
+        "gl_backend": gl,
+        "versions": {package: version(package) for package in backend.packages},
+    }
+    # Other versions or another GL library give other pictures: they must not go on with these.
+    go_on_or_begin(work, {**facts["settings"], "gl_backend": gl, "versions": facts["versions"]}, config.overwrite)
+    writer_options = {
+        "fps": int(fps) if fps.is_integer() else fps,
+        "features": dataset_features(config, backend),
+        "robot_type": backend.robot_type,
+        "codebase_version": "v3.0",
+        "video_codec": config.video_codec,  # the writer names the known ones
+    }
+    total = len(tasks) * config.episodes_per_task
+    recording = ShardedRecording(work, facts, total, [task.instruction for task in tasks], writer_options)
+    first = recording.num_finished
+    if first:
+        print(f"{work}: {first} of {total} episodes are there, recording the others")
+    with tqdm(total=total, initial=first, unit="episode") as bar, closing(simulate(config, first)) as simulated:
+
+        def episodes() -> Iterator[RecordedEpisode]:
+            for episode in simulated:
+                bar.update()
+                yield episode.recorded()
+
+        recording.write(episodes())
+    dataset = recording.merge()
+    save_montage(montage_rows(dataset, recording.log), dataset / "montage.png")
+    (dataset / RECORDING_FILE).write_text(json.dumps({**facts, "episodes": recording.log}, indent=1))
+    return dataset
 
 
 def print_summary(root: Path) -> None:

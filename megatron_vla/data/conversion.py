@@ -165,7 +165,14 @@ def convert_shard(plan: ShardPlan) -> ShardResult:
     # Before the stamp: a shard that does not verify is made again.
     writer.finalize()
     verify_shard(folder, source, range(plan.start, plan.stop), plan.settings.verify_frames)
+    return stamp(plan, writer, low, high)
+
+
+def stamp(plan: ShardPlan, writer: LeRobotWriter, low: Mapping[str, np.ndarray], high: Mapping[str, np.ndarray]) -> ShardResult:
+    """Mark the shard that `writer` has finished as complete. low, high: extremes of the source's columns that are compared with
+    the merged dataset's."""
     histograms = writer.image_histograms()
+    folder = Path(plan.folder)
     result = ShardResult(
         number=plan.number,
         episodes=writer.num_episodes,
