@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 BUILD_COMMAND = "python setup.py build_ext --inplace"
 
@@ -19,6 +21,43 @@ class Selection:
 
 
 SELECTION = Selection()
+
+
+@dataclass
+class Fallbacks:
+    """Calls on a GPU that a built kernel did not take and PyTorch operations computed: how many, and the first one's tensors.
+
+    Counted where ops run, as addresses are not known while tracing. Replays of a CUDA graph do not count again.
+    """
+
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
+
+    def note(self, kernel: str, launcher: ctypes.CDLL | None, *tensors: Tensor | None) -> None:
+        """Count one call of `kernel`. Without a GPU, or without the kernel, nothing else was to be expected."""
+        given = [tensor for tensor in tensors if tensor is not None]
+        if launcher is None or not any(tensor.is_cuda for tensor in given):
+            return
+        self.counts[kernel] = self.counts.get(kernel, 0) + 1
+        if kernel not in self.examples:
+            self.examples[kernel] = "; ".join(
+                f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} at an address of {t.data_ptr() % 128} mod 128"
+                for t in given
+            )
+
+    def news(self) -> list[str]:
+        """A line for every kernel that has not been told of yet."""
+        new = [kernel for kernel in self.counts if kernel not in self._told]
+        self._told.update(new)
+        return [
+            f"WARNING kernels/{kernel}: {self.counts[kernel]} calls so far were computed by PyTorch operations instead, "
+            f"tensors of the first: {self.examples[kernel]}"
+            for kernel in new
+        ]
+
+
+FALLBACKS = Fallbacks()
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vla.kernels import SELECTION, launch, load_launcher
+from megatron_vla.kernels import FALLBACKS, SELECTION, launch, load_launcher
 from megatron_vla.kernels.biased_gelu.reference import gelu_backward_reference, gelu_reference
 
 _LAUNCHER = load_launcher("biased_gelu")
@@ -45,6 +45,7 @@ def biased_gelu(values: Tensor) -> Tensor:
     """See gelu_reference, which runs where the kernel's conditions do not hold."""
     values = values.contiguous()
     if not _takes(values):
+        FALLBACKS.note("biased_gelu", _LAUNCHER, values)
         return gelu_reference(values)
     assert _LAUNCHER is not None
     output = torch.empty_like(values)
@@ -62,6 +63,7 @@ def biased_gelu_backward(gradient: Tensor, values: Tensor) -> tuple[Tensor, Tens
     """See gelu_backward_reference, which runs where the kernel's conditions do not hold."""
     gradient, values = gradient.contiguous(), values.contiguous()
     if not _takes(gradient, values):
+        FALLBACKS.note("biased_gelu", _LAUNCHER, gradient, values)
         return gelu_backward_reference(gradient, values)
     assert _LAUNCHER is not None
     width = values.shape[-1]

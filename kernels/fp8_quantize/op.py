@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_vla.kernels import launch, load_launcher
+from megatron_vla.kernels import FALLBACKS, launch, load_launcher
 from megatron_vla.kernels.fp8_quantize.reference import (
     gated_gelu_backward_reference,
     largest_magnitude,
@@ -97,6 +97,7 @@ def _fp8_quantize(parts: Sequence[Tensor], slot: Tensor, is_gradient: bool, tran
     if CALIBRATION.active:
         _calibrate(slot, parts, dtype)
     if not _can_launch(*parts):
+        FALLBACKS.note("fp8_quantize", _LAUNCHER, *parts)
         return _quantize_by_reference(parts, slot, dtype, transposed)
     assert _LAUNCHER is not None
     num_rows, width = sum(part.shape[0] for part in parts), parts[0].shape[1]
@@ -136,6 +137,7 @@ def _fp8_gated_gelu(gate_up: Tensor, slot: Tensor, transposed: bool) -> tuple[Te
     if CALIBRATION.active:
         _calibrate(slot, [gated_gelu_reference(gate_up)], ACTIVATION_DTYPE)
     if not _can_launch(gate_up):
+        FALLBACKS.note("fp8_quantize", _LAUNCHER, gate_up)
         return _quantize_by_reference([gated_gelu_reference(gate_up)], slot, ACTIVATION_DTYPE, transposed)
     assert _LAUNCHER is not None
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -164,6 +166,7 @@ def _fp8_gated_gelu_backward(gradient: Tensor, gate_up: Tensor, slot: Tensor, tr
     if CALIBRATION.active:
         _calibrate(slot, [gated_gelu_backward_reference(gradient, gate_up)], GRADIENT_DTYPE)
     if not _can_launch(gradient, gate_up):
+        FALLBACKS.note("fp8_quantize", _LAUNCHER, gradient, gate_up)
         made = gated_gelu_backward_reference(gradient, gate_up)
         return _quantize_by_reference([made], slot, GRADIENT_DTYPE, transposed)
     assert _LAUNCHER is not None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vla.kernels import SELECTION, launch, load_launcher
+from megatron_vla.kernels import FALLBACKS, SELECTION, launch, load_launcher
 from megatron_vla.kernels.joined_gradients.reference import joined_gradients_reference
 
 _LAUNCHER = load_launcher("joined_gradients")
@@ -40,6 +40,7 @@ def joined_gradients(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
     """See joined_gradients_reference, which runs where the kernel's conditions do not hold."""
     parts = [part.contiguous() for part in parts]
     if not (parts[0].is_cuda and IS_BUILT and all(part.data_ptr() % 16 == 0 for part in parts)):
+        FALLBACKS.note("joined_gradients", _LAUNCHER, *parts)
         return joined_gradients_reference(parts)
     assert _LAUNCHER is not None
     widths = [part.shape[-1] for part in parts]

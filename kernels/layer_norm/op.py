@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vla.kernels import SELECTION, launch, load_launcher
+from megatron_vla.kernels import FALLBACKS, SELECTION, launch, load_launcher
 from megatron_vla.kernels.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference, wide_dtype
 from megatron_vla.kernels.layer_norm.rows import address, are_rows, can_load, processors_of
 
@@ -66,6 +66,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Te
     """See layer_norm_reference, which runs where the kernel's conditions do not hold."""
     x = x.contiguous()
     if not (IS_BUILT and can_load(x)):
+        FALLBACKS.note("layer_norm", _LAUNCHER, x)
         return layer_norm_reference(x, weight, bias, eps)
     output, mean, rstd = _launch_forward(x, None, weight, bias, eps)
     return output, mean, rstd
@@ -84,6 +85,7 @@ def _add_layer_norm(
     """(x + residual, and what layer_norm gives for it)."""
     x, residual = x.contiguous(), residual.contiguous()
     if not (IS_BUILT and can_load(x, residual)):
+        FALLBACKS.note("layer_norm", _LAUNCHER, x, residual)
         total = x + residual
         return total, *layer_norm_reference(total, weight, bias, eps)
     total, output, mean, rstd = _launch_forward(x, residual, weight, bias, eps)
@@ -104,6 +106,7 @@ def _layer_norm_backward(
     gradient, x = gradient.contiguous(), x.contiguous()
     extra = None if extra is None else extra.contiguous()
     if not (IS_BUILT and can_load(gradient, x, extra)):
+        FALLBACKS.note("layer_norm", _LAUNCHER, gradient, x, extra)
         return layer_norm_backward_reference(gradient, extra, x, mean, rstd, weight)
     assert _LAUNCHER is not None
     width, processors = x.shape[-1], processors_of(x)

@@ -13,7 +13,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from megatron_vla.kernels import SELECTION, launch, load_launcher
+from megatron_vla.kernels import FALLBACKS, SELECTION, launch, load_launcher
 from megatron_vla.kernels.masked_softmax.reference import masked_softmax_reference
 
 _LAUNCHER = load_launcher("masked_softmax")
@@ -43,6 +43,7 @@ def _masked_softmax(logits_BMK: Tensor, scale: float, mask_B1N: Tensor | None, n
     """masked_softmax_reference runs where the kernel cannot."""
     logits_BMK = logits_BMK.contiguous()
     if not (logits_BMK.is_cuda and IS_BUILT and logits_BMK.data_ptr() % ALIGNMENT == 0 and logits_BMK.numel()):
+        FALLBACKS.note("masked_softmax", _LAUNCHER, logits_BMK)
         return masked_softmax_reference(logits_BMK, scale, mask_B1N, num_keys, dtype)
     assert _LAUNCHER is not None and dtype == torch.bfloat16
     mask_B1N = None if mask_B1N is None else mask_B1N.contiguous()

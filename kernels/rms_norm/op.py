@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vla.kernels import SELECTION, launch, load_launcher
+from megatron_vla.kernels import FALLBACKS, SELECTION, launch, load_launcher
 from megatron_vla.kernels.layer_norm import rows
 from megatron_vla.kernels.layer_norm.reference import wide_dtype
 from megatron_vla.kernels.layer_norm.rows import address, are_rows, can_load, processors_of
@@ -73,6 +73,7 @@ def _rms_norm(x: Tensor, weight: Tensor, offset: float, eps: float) -> tuple[Ten
     """See rms_norm_reference, which runs where the kernel's conditions do not hold."""
     x = x.contiguous()
     if not (IS_BUILT and can_load(x)):
+        FALLBACKS.note("rms_norm", _LAUNCHER, x)
         return rms_norm_reference(x, weight, offset, eps)
     output, rstd = _launch_forward(x, None, weight, offset, eps)
     return output, rstd
@@ -88,6 +89,7 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, offset: float, ep
     """(x + residual, and what rms_norm gives for it)."""
     x, residual = x.contiguous(), residual.contiguous()
     if not (IS_BUILT and can_load(x, residual)):
+        FALLBACKS.note("rms_norm", _LAUNCHER, x, residual)
         total = x + residual
         return total, *rms_norm_reference(total, weight, offset, eps)
     total, output, rstd = _launch_forward(x, residual, weight, offset, eps)
@@ -107,6 +109,7 @@ def _rms_norm_backward(
     gradient, x = gradient.contiguous(), x.contiguous()
     extra = None if extra is None else extra.contiguous()
     if not (IS_BUILT and can_load(gradient, x, extra)):
+        FALLBACKS.note("rms_norm", _LAUNCHER, gradient, x, extra)
         return rms_norm_backward_reference(gradient, extra, x, rstd, weight, offset)
     assert _LAUNCHER is not None
     width, processors = x.shape[-1], processors_of(x)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vla.config.run import RunConfig
+from megatron_vla.kernels import FALLBACKS
 from megatron_vla.training.metrics import StepRecord
 from megatron_vla.training.plot import draw_loss_curve
 
@@ -253,6 +254,8 @@ class RunLogger:
         self._iterations += record["iterations"]
         self._losses += record["losses"]
         self.message(progress_line(record, self.config.training.train_iters))
+        for line in FALLBACKS.news():
+            self.message(line)
         hint = data_wait_hint(record, self.config)
         if self._hints.passes(hint):
             self.message(str(hint))

@@ -11,7 +11,7 @@ from kernel_fixtures import assert_within, captured, drawn, needs_kernel
 from pi05_fixtures import CASE_NAMES, GOLDEN, load_case
 from torch import Tensor
 
-from megatron_vla.kernels import SELECTION
+from megatron_vla.kernels import FALLBACKS, SELECTION
 from megatron_vla.kernels.rms_norm import op
 from megatron_vla.models.common.normalization import RMSNorm
 from megatron_vla.models.pi05.layers import AttentionPlan, PrefixLayer, plan_attention
@@ -174,3 +174,15 @@ def test_captured_and_replayed() -> None:
     graph.replay()
     for replayed, expected in zip(found, run(), strict=True):
         assert torch.equal(replayed, expected)
+
+
+def test_rows_at_odd_addresses_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view that starts between two places that the kernel can load from: the reference computes it."""
+    monkeypatch.setattr(FALLBACKS, "counts", {})
+    x = drawn(4 * 512 + 1, seed=1)[1:].view(4, 512)
+    weight = drawn(512, seed=2)
+    assert op.can_run(x, weight) and x.data_ptr() % 16 == 2
+    found = op.rms_norm(x, weight, 1.0, EPSILON)
+    assert FALLBACKS.counts == {"rms_norm": 1}
+    torch.testing.assert_close(found, op.rms_norm(x.clone(), weight, 1.0, EPSILON), rtol=2 * HALF_ULP, atol=0)
+    assert FALLBACKS.counts == {"rms_norm": 1}
