@@ -9,7 +9,8 @@ Shape legend: B requests, T action horizon, A padded action dimensions, D the ro
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +36,7 @@ from megatron_vla.training.checkpoint import load_weights
 from megatron_vla.training.checkpoint_folder import STATE_FILE, CheckpointFolder, find_latest, open_folder
 
 PROMPT_BUCKET = 16
+RECENT_CALLS = 1 << 16  # calls that the latency's quantiles look at; an evaluation has fewer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,25 +67,34 @@ class PolicySettings:
 
 @dataclass
 class PolicyTimes:
-    """Costs so far, host clock, in seconds."""
+    """Costs so far, host clock, in seconds. Single calls are kept of the last RECENT_CALLS only: a server runs for months."""
 
     preprocess_seconds: float = 0.0
-    call_seconds: list[float] = field(default_factory=list)
-    batch_sizes: list[int] = field(default_factory=list)
+    total_seconds: float = 0.0
+    batch_sizes: Counter[int] = field(default_factory=Counter)
+    """Requests of a call -> calls."""
+    recent_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_CALLS))
+
+    def add_call(self, seconds: float, requests: int) -> None:
+        """One call of the model has answered so many requests."""
+        self.total_seconds += seconds
+        self.batch_sizes[requests] += 1
+        self.recent_seconds.append(seconds)
 
     def summary(self, actions_per_request: int) -> dict[str, float]:
         """Latency of a call (batch to physical actions) in milliseconds and actions per second; {} before the first call."""
         if not self.batch_sizes:
             return {}
-        call_ms, requests = np.array(self.call_seconds) * 1e3, sum(self.batch_sizes)
+        call_ms, calls = np.array(self.recent_seconds) * 1e3, self.batch_sizes.total()
+        requests = sum(size * times for size, times in self.batch_sizes.items())
         return {
-            "calls": len(self.batch_sizes),
+            "calls": calls,
             "requests": requests,
-            "mean_batch_size": requests / len(self.batch_sizes),
+            "mean_batch_size": requests / calls,
             "preprocess_ms_per_request": self.preprocess_seconds * 1e3 / requests,
             "call_ms_p50": float(np.quantile(call_ms, 0.5)),
             "call_ms_p99": float(np.quantile(call_ms, 0.99)),
-            "actions_per_s": requests * actions_per_request / (self.preprocess_seconds + sum(self.call_seconds)),
+            "actions_per_s": requests * actions_per_request / (self.preprocess_seconds + self.total_seconds),
         }
 
 
@@ -153,6 +164,16 @@ def stored_preprocessor(folder: CheckpointFolder, dataset: str | None) -> Served
         raise ValueError(f"--eval-dataset {dataset or 'is not set'}: {folder.path} was trained on {known}")
     chosen: ServedPreprocessor = load_preprocessor(folder.preprocessor / dataset if dataset else folder.preprocessor)
     return chosen
+
+
+def check_finite(actions_TD: np.ndarray) -> None:
+    """Raise ValueError for actions that no robot may get."""
+    wrong = int(actions_TD.size - np.isfinite(actions_TD).sum())
+    if wrong:
+        raise ValueError(
+            f"{wrong} of {actions_TD.size} predicted numbers are NaN or infinite: the checkpoint's weights or statistics are "
+            "damaged, or the state is far outside of the training data -> use another checkpoint, or check the state's units"
+        )
 
 
 class Policy:
@@ -229,14 +250,26 @@ class Policy:
         return collate_padded(drawn, self._width, self._assemble).batch.to(self.device)
 
     def infer(self, observations: Sequence[Observation], noise: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Physical action chunks float32 [T, D], one per observation, computed in batches of up to `max_batch_size`."""
+        """Physical action chunks float32 [T, D], one per observation, computed in batches of up to `max_batch_size`.
+
+        Raises ValueError naming the observation whose actions are not finite.
+        """
         arrays = [self.preprocess(observation) for observation in observations]
-        return self.infer_prepared(arrays, [o.state_D for o in observations], noise)
+        chunks = self.infer_prepared(arrays, [o.state_D for o in observations], noise)
+        for number, (observation, actions_TD) in enumerate(zip(observations, chunks, strict=True)):
+            try:
+                check_finite(actions_TD)
+            except ValueError as problem:
+                raise ValueError(f"observation {number} ({observation.instruction[:60]!r}): {problem}") from None
+        return chunks
 
     def infer_prepared(
         self, arrays: Sequence[dict[str, Any]], states: Sequence[np.ndarray], noise: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        """`infer` of what `preprocess` made, with the physical states that it was made from."""
+        """`infer` of what `preprocess` made, with the physical states that it was made from.
+
+        A chunk may hold NaN or infinity (`check_finite`): one request must not spoil the others of its batch.
+        """
         chunks: dict[int, np.ndarray] = {}
         for part in self._batches(arrays):
             started = time.perf_counter()
@@ -246,10 +279,45 @@ class Policy:
             # The copy to the host waits for the device, so the clock shows what the caller waits for.
             actions_BTA = self._sampler(batch).float().cpu().numpy()
             for i, actions_TA in zip(part, actions_BTA[: len(part)], strict=True):
-                chunks[i] = self.preprocessor.unnormalize_actions(actions_TA, np.asarray(states[i], dtype=np.float32))
-            self.times.call_seconds.append(time.perf_counter() - started)
-            self.times.batch_sizes.append(len(part))
+                chunks[i] = self._physical(actions_TA, np.asarray(states[i], dtype=np.float32))
+            self.times.add_call(time.perf_counter() - started, len(part))
         return [chunks[i] for i in range(len(arrays))]
+
+    def _physical(self, actions_TA: np.ndarray, state_D: np.ndarray) -> np.ndarray:
+        """Normalised actions -> float32 [T, D]; all NaN where the model's are not finite."""
+        if not np.isfinite(actions_TA).all():
+            # Clipping would hide an infinity, and rotations of NaN raise.
+            return np.full((self.action_horizon, self.preprocessor.settings.action_dim), np.nan, np.float32)
+        return self.preprocessor.unnormalize_actions(actions_TA, state_D)
+
+    def warm_up(self, instructions: Sequence[str], report: Callable[[str], None] = print) -> None:
+        """Compute every batch size once with each instruction, so that requests of these shapes wait for no compiler.
+
+        Nothing where batches keep their own size (neither compiled nor captured). Pictures are square, the state is zero;
+        `summary` does not count it. Raises ValueError for an instruction that does not fit.
+        """
+        if not self._sampler.uses_few_shapes:
+            return
+        side, frames, states = (self.preprocessor.settings.image_size, *self._steps)
+        picture = np.zeros((*frames, side, side, 3), np.uint8)
+        state_D = np.zeros((*states, self.preprocessor.settings.state_dim), np.float32)
+        largest = self._sampler.batch_size(self.settings.max_batch_size)
+        sizes = [1 << k for k in range(largest.bit_length())]
+        for number, (instruction, size) in enumerate(((i, s) for i in instructions for s in sizes), 1):
+            started = time.perf_counter()
+            observation = Observation(dict.fromkeys(self.camera_keys, picture), state_D, instruction)
+            count = min(size, self.settings.max_batch_size)
+            self.infer_prepared([self.preprocess(observation)] * count, [state_D] * count, [self.noise(0, 0, 0)] * count)
+            seconds = time.perf_counter() - started
+            report(f"warm-up {number}/{len(instructions) * len(sizes)}: batches of {size}, {instruction!r}, {seconds:.1f} s")
+        self.times = PolicyTimes()
+
+    @property
+    def _steps(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Leading dimensions of pictures and of states: none where there is one step only."""
+        settings = self.preprocessor.settings
+        frames, states = len(settings.frame_steps), len(settings.state_steps)
+        return (frames,) if frames > 1 else (), (states,) if states > 1 else ()
 
     def _batches(self, arrays: Sequence[dict[str, Any]]) -> Iterator[list[int]]:
         """Numbers of requests that are computed together."""

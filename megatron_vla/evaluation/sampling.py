@@ -15,8 +15,15 @@ from torch import Tensor, nn
 
 from megatron_vla.data.batch import TensorFields
 from megatron_vla.models.registry import ModelFamily
+from megatron_vla.optimizations.compile import RECOMPILE_LIMIT, allow_graphs, compiled_whole
 
 WARM_UP_CALLS = 3
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def shapes_of(batch: TensorFields) -> Shapes:
+    """What a graph belongs to."""
+    return tuple(tuple(tensor.shape) for tensor in batch.tensors().values())
 
 
 @dataclass(frozen=True)
@@ -34,12 +41,13 @@ class ActionSampler:
     def __init__(self, family: ModelFamily, module: nn.Module, num_steps: int, *, compile: bool, cuda_graph: bool) -> None:
         self.family, self.module, self.num_steps = family, module, num_steps
         self.uses_few_shapes = compile or cuda_graph
-        self.cuda_graph = cuda_graph
-        self._captured: dict[tuple[tuple[int, ...], ...], _Captured] = {}
+        self.compile, self.cuda_graph = compile, cuda_graph
+        self._captured: dict[Shapes, _Captured] = {}
+        self._compiled: set[Shapes] = set()
         if compile:
             # Whole methods: one that cannot be compiled whole is an error, never a quiet return to eager code.
             for name in family.inference_methods:
-                setattr(module, name, torch.compile(getattr(module, name), fullgraph=True, dynamic=False))
+                setattr(module, name, compiled_whole(getattr(module, name)))
 
     def batch_size(self, num_samples: int) -> int:
         """Samples that a batch for so many should have."""
@@ -48,6 +56,10 @@ class ActionSampler:
     @torch.no_grad()
     def __call__(self, batch: TensorFields) -> Tensor:
         """Sample from the batch's own noise."""
+        if self.compile and (shapes := shapes_of(batch)) not in self._compiled:
+            self._compiled.add(shapes)
+            # A graph for each: seven batch sizes times the widths of prompts are more than torch's own limit of 8.
+            allow_graphs(RECOMPILE_LIMIT + len(self._compiled))
         if not self.cuda_graph:
             return self._sample(batch)
         # A capture records what the current GPU does, and nothing of another one that the policy acts on.
@@ -61,10 +73,10 @@ class ActionSampler:
         return actions_BTA
 
     def _replay(self, batch: TensorFields) -> Tensor:
-        key = tuple(tuple(tensor.shape) for tensor in batch.tensors().values())
-        if key not in self._captured:
-            self._captured[key] = self._capture(batch)
-        captured = self._captured[key]
+        shapes = shapes_of(batch)
+        if shapes not in self._captured:
+            self._captured[shapes] = self._capture(batch)
+        captured = self._captured[shapes]
         for name, buffer in captured.batch.tensors().items():
             buffer.copy_(batch.tensors()[name])
         captured.graph.replay()

@@ -15,14 +15,14 @@ import http
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from megatron_vla.evaluation.policy import Policy
+from megatron_vla.evaluation.policy import Policy, check_finite
 from megatron_vla.evaluation.wire import WireError, observation_of, pack, unpack
 from megatron_vla.version import __version__
 
@@ -64,6 +64,10 @@ class ServerConfig:
 
     noise_seed: int = 0
     """Seed of the noise that actions are sampled from."""
+
+    warm_up: tuple[str, ...] = ()
+    """With --eval-compile or --eval-cuda-graph: instructions that clients will send. Every batch size is computed with each of
+    them before the port opens. None: the first request of every shape waits until it is compiled or captured."""
 
 
 def parse_observation_map(entries: tuple[str, ...]) -> dict[str, str]:
@@ -136,11 +140,23 @@ class ServerCounts:
         return "".join(f"megatron_vla_policy_{name} {value:g}\n" for name, value in values.items())
 
 
+def print_line(line: str) -> None:
+    """At once, also into a file: the next one may be a minute away."""
+    print(line, flush=True)
+
+
 class PolicyServer:
     """Serves one policy. `run()` until cancelled; `address` is known once `ready` is set."""
 
-    def __init__(self, policy: Policy, config: ServerConfig, metadata: Mapping[str, Any] | None = None) -> None:
-        self.policy, self.config = policy, config
+    def __init__(
+        self,
+        policy: Policy,
+        config: ServerConfig,
+        metadata: Mapping[str, Any] | None = None,
+        report: Callable[[str], None] = print_line,
+    ) -> None:
+        """metadata: more of it for clients. report: gets the lines of the warm-up."""
+        self.policy, self.config, self.report = policy, config, report
         self.names = parse_observation_map(config.observation_map)
         check_server(config, policy.camera_keys)
         self.counts = ServerCounts()
@@ -152,13 +168,18 @@ class PolicyServer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="policy")
 
     async def run(self) -> None:
-        """Listen until cancelled. Raises ValueError when the packages are missing, OSError when the port is taken."""
+        """Warm up, then listen until cancelled.
+
+        Raises ValueError when the packages are missing or --warm-up does not fit, OSError when the port is taken.
+        """
         try:
             from websockets.asyncio.server import serve
         except ImportError as failure:
             raise ValueError("the server needs websockets and msgpack -> pip install -e '.[serve]'") from failure
 
         config = self.config
+        # In the thread that will answer: graphs and torch's compiler belong to it.
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._warm_up)
         batches = asyncio.create_task(self._answer_batches())
         try:
             async with serve(
@@ -178,6 +199,12 @@ class PolicyServer:
         finally:
             batches.cancel()
             self._thread.shutdown(wait=False)
+
+    def _warm_up(self) -> None:
+        try:
+            self.policy.warm_up(self.config.warm_up, self.report)
+        except ValueError as problem:
+            raise ValueError(f"--warm-up: {problem}") from problem
 
     def _before_upgrade(self, connection: Any, request: Any) -> Any:
         """Plain HTTP answers, and refusals; None goes on to the websocket."""
@@ -265,14 +292,21 @@ class PolicyServer:
             self.counts.batches += 1
             infer_ms = (time.perf_counter() - started) * 1e3
             for request, actions_TD in zip(requests, chunks, strict=True):
+                # A client that went away has cancelled its request.
+                if request.answer.done():
+                    continue
+                try:
+                    check_finite(actions_TD)
+                except ValueError as problem:
+                    LOG.error("request %d: %s", request.number, problem)
+                    request.answer.set_exception(problem)
+                    continue
                 timing = {
                     "infer_ms": infer_ms,
                     "queue_ms": (started - request.arrived) * 1e3,
                     "batch_size": float(len(requests)),
                 }
-                # A client that went away has cancelled its request.
-                if not request.answer.done():
-                    request.answer.set_result((actions_TD, timing))
+                request.answer.set_result((actions_TD, timing))
 
     def _infer(self, requests: list[_Request]) -> list[np.ndarray]:
         noise = [self.policy.noise(self.config.noise_seed, request.number, 0) for request in requests]

@@ -43,9 +43,7 @@ def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, rep
     torch._dynamo.config.optimize_ddp = config.dynamo_optimize_ddp
     if not config.compile:
         return model
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
-    limit = torch._dynamo.config.accumulated_recompile_limit
-    torch._dynamo.config.accumulated_recompile_limit = max(limit, 8 * RECOMPILE_LIMIT)
+    allow_graphs(RECOMPILE_LIMIT)
     names = function_names(model, config, family)
     absent = model.absent_modules if isinstance(model, PartialModel) else frozenset()
     compiled = [name for name in names if name.rpartition(".")[0] not in absent]
@@ -59,9 +57,24 @@ def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, rep
 def _compile_method(model: nn.Module, name: str, mode: str) -> None:
     path, _, method = name.rpartition(".")
     owner = model.get_submodule(path)
+    setattr(owner, method, compiled_whole(getattr(owner, method), mode))
+
+
+def allow_graphs(count: int) -> None:
+    """Let one piece of code have so many graphs at least, one per shape that it is called with; one more is an error.
+
+    The limit is the process's own and only grows.
+    """
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, count)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 8 * count)
+
+
+def compiled_whole(function: Callable[..., Any], mode: str = "default") -> Callable[..., Any]:
+    """`function` as one graph for each shape. What cannot be compiled whole is an error at its first call."""
     options = _inductor_options(mode) if BACKEND == "inductor" else None
-    compiled = torch.compile(getattr(owner, method), backend=BACKEND, fullgraph=True, dynamic=False, options=options)
-    setattr(owner, method, compiled)
+    compiled: Callable[..., Any] = torch.compile(function, backend=BACKEND, fullgraph=True, dynamic=False, options=options)
+    return compiled
 
 
 def _inductor_options(mode: str) -> dict[str, Any]:

@@ -21,11 +21,14 @@ from megatron_vla.evaluation import closed_loop, command
 from megatron_vla.evaluation.command import DIFFERENT, main
 from megatron_vla.evaluation.environments import interface
 from megatron_vla.evaluation.environments.interface import Observation
+from megatron_vla.evaluation.plan import conditions, environment_settings
 from megatron_vla.evaluation.policy import Policy, PolicySettings, load_policy, open_checkpoint
 from megatron_vla.evaluation.replay import replay
+from megatron_vla.evaluation.results import ResultFolder
+from megatron_vla.evaluation.rollout import TrialResult
 from megatron_vla.findings import CheckError
 from megatron_vla.models.registry import model_family
-from megatron_vla.training.checkpoint_folder import best_iteration
+from megatron_vla.training.checkpoint_folder import BEST_POINTER, best_iteration
 from megatron_vla.training.preparation import prepare
 
 Capture = pytest.CaptureFixture[str]
@@ -151,12 +154,12 @@ def test_actions_do_not_depend_on_the_batch_and_follow_the_noise(save: Path) -> 
     observations = [random_observation(k, "Open a drawer" if k % 2 else "Reach a goal position") for k in range(7)]
     noise = [policy.noise(1, k, 0) for k in range(7)]
     together = policy.infer(observations, noise)
+    assert policy.times.batch_sizes == {3: 2, 1: 1}
     for observation, drawn, chunk in zip(observations, noise, together, strict=True):
         np.testing.assert_allclose(policy.infer([observation], [drawn])[0], chunk, rtol=1e-5, atol=1e-5)
     other = policy.infer(observations[:1], [policy.noise(2, 0, 0)])[0]
     assert np.abs(other - together[0]).max() > 1e-3
     np.testing.assert_array_equal(policy.noise(1, 5, 3), policy.noise(1, 5, 3))
-    assert policy.times.batch_sizes[:3] == [3, 3, 1]
 
 
 def test_averaged_and_raw_weights_act_differently(save: Path) -> None:
@@ -220,6 +223,22 @@ def test_training_refuses_an_evaluation_that_cannot_work(tmp_path: Path) -> None
     ):
         with pytest.raises(CheckError, match=message):
             prepare(parse_args([*flags, *more]), family, 1)
+    # A promoted checkpoint of this folder that was evaluated otherwise: told now, and not by each evaluation after its trials.
+    config = parse_args(flags).evaluation
+    backend = interface.environment_backend("metaworld")
+    described = conditions(config, backend, environment_settings(config, backend), action_horizon=6)
+    save = tmp_path / "checkpoints"
+    ResultFolder(save / "evaluation/iter_0000002", described).add(TrialResult("drawer-close-v3", 0, 1, None, True, 5, 0.1))
+    (save / BEST_POINTER).write_text("2\n")
+    gated = (*flags, "--eval-gate", "min_success=0")
+    prepare(parse_args(gated), family, 1)
+    for more, message in (
+        (("--eval-seed", "7"), "--eval-seed: 0 there, 7 now.*give the same flags; or delete that folder"),
+        (("--eval-tasks", "reach"), "--eval-tasks: .*'drawer-close'.* there, .*'reach'.* now"),
+        (("--eval-replan-interval", "2"), "--eval-replan-interval: 3 there, 2 now"),
+    ):
+        with pytest.raises(CheckError, match=message):
+            prepare(parse_args([*gated, *more]), family, 1)
     with pytest.raises(CheckError, match="evaluates saved checkpoints"):
         prepare(parse_args(["--model-variant", "tiny", "--mock-data", "--train-iters", "1", "--eval-interval", "1"]), family, 1)
 

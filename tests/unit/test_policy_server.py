@@ -222,6 +222,36 @@ def test_model_failure_is_answered(policy: Policy, monkeypatch: pytest.MonkeyPat
         assert client.infer(message(random_observation(1)))["actions"].shape == (6, 4)
 
 
+def test_actions_that_are_no_numbers_reach_no_robot(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error names the problem, and the next request of the same client is answered."""
+    real = policy._sampler._sample
+
+    def damaged(batch: Any) -> Any:
+        actions_BTA = real(batch)
+        actions_BTA[0, 0, 0] = float("nan")
+        return actions_BTA
+
+    with serving(policy) as server:
+        client = client_of(server)
+        with monkeypatch.context() as patch:
+            patch.setattr(policy._sampler, "_sample", damaged)
+            with pytest.raises(RuntimeError, match=r"error: 24 of 24 predicted numbers are NaN or infinite: the checkpoint's"):
+                client.infer(message(random_observation(1)))
+        assert server.counts.errors == 1
+        assert np.isfinite(client.infer(message(random_observation(1)))["actions"]).all()
+
+
+def test_the_port_opens_after_the_warm_up(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the thread that answers."""
+    asked: list[tuple[tuple[str, ...], str]] = []
+    monkeypatch.setattr(policy, "warm_up", lambda names, report: asked.append((names, threading.current_thread().name)))
+    with serving(policy, warm_up=("Open a drawer",)) as server:
+        assert asked == [(("Open a drawer",), "policy_0")] and get(server, "/healthz")[0] == 200
+    monkeypatch.setattr(policy, "warm_up", lambda *_: (_ for _ in ()).throw(ValueError("prompt of 71 tokens")))
+    with pytest.raises(ValueError, match="--warm-up: prompt of 71 tokens"):
+        asyncio.run(PolicyServer(policy, ServerConfig(port=0)).run())
+
+
 def test_our_wire_format_is_theirs() -> None:
     theirs = pytest.importorskip("openpi_client.msgpack_numpy")
     content = {"a": np.arange(6, dtype=np.int16).reshape(2, 3), "b": [np.float32(1.5), "x"], "c": np.zeros((0, 2))}
