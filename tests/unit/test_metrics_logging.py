@@ -21,7 +21,7 @@ from megatron_vla.training.logging import (
     window_record,
 )
 from megatron_vla.training.metrics import MetricWindow, StepMetrics, StepRecord
-from megatron_vla.training.plot import draw_loss_curve, smoothed
+from megatron_vla.training.plot import draw_loss_curve, smoothed, ticks
 from tools.compare_loss import read_losses
 
 
@@ -106,12 +106,18 @@ def test_resume_cuts_what_a_killed_run_wrote_beyond_the_checkpoint(tmp_path: Pat
 
 def test_curve_is_drawn(tmp_path: Path) -> None:
     assert smoothed([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
+    assert ticks(0.03, 3.0, True) == pytest.approx([0.05, 0.1, 0.2, 0.5, 1.0, 2.0])
+    assert ticks(1, 4000, False) == pytest.approx([1000, 2000, 3000, 4000])
+    assert ticks(-0.1, 0.4, False) == pytest.approx([-0.1, 0.0, 0.1, 0.2, 0.3, 0.4])
     path = tmp_path / "curve.png"
     draw_loss_curve(path, [1, 2, 3, 4], [4.0, 2.0, math.nan, 1.0])
     image = Image.open(path)
     assert image.size == (900, 480) and len(image.getcolors(1 << 20) or []) >= 4
     draw_loss_curve(tmp_path / "none.png", [1], [math.nan])
     assert not (tmp_path / "none.png").exists()
+    draw_loss_curve(tmp_path / "below.png", [1, 2], [0.5, -0.5])
+    draw_loss_curve(tmp_path / "flat.png", [7], [1.0])
+    assert Image.open(tmp_path / "below.png").size == Image.open(tmp_path / "flat.png").size == (900, 480)
 
 
 def test_tensorboard_and_offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
