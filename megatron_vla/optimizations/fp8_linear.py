@@ -109,9 +109,9 @@ class Fp8Linear(nn.Linear):
         """See FusesGatedMlp."""
         gate, up, down = (cast(Fp8Linear, layer) for layer in layers)
         assert isinstance(gate.backend, DelayedBackend) and isinstance(down.backend, DelayedBackend)
-        rows_MK, missing = _aligned_rows(hidden)
+        rows_MK, missing = aligned_rows(hidden)
         output_MN = gate.backend.gated_mlp(rows_MK, gate.weight, up.weight, down.weight, down.backend.slots)
-        return _restored_rows(output_MN, missing, hidden)
+        return restored_rows(output_MN, missing, hidden)
 
 
 def convert(linear: nn.Linear, backend: Fp8Backend) -> None:
@@ -131,11 +131,11 @@ def delayed_scaling_of(module: nn.Module) -> DelayedScaling | None:
 
 def fp8_rows_product(backend: Fp8Backend, hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """hidden [..., K] times the transposed, joined weights -> [..., sum N_i]; any number of rows."""
-    rows_MK, missing = _aligned_rows(hidden)
-    return _restored_rows(backend.product(rows_MK, weights), missing, hidden)
+    rows_MK, missing = aligned_rows(hidden)
+    return restored_rows(backend.product(rows_MK, weights), missing, hidden)
 
 
-def _aligned_rows(hidden: Tensor) -> tuple[Tensor, int]:
+def aligned_rows(hidden: Tensor) -> tuple[Tensor, int]:
     """[M, K] with M a multiple of ALIGNMENT, and how many rows of zeros were added. Zeros change neither a scale nor a sum."""
     rows_MK = hidden.reshape(-1, hidden.shape[-1])
     # The rows are the summed axis of the weight gradient.
@@ -143,7 +143,7 @@ def _aligned_rows(hidden: Tensor) -> tuple[Tensor, int]:
     return (F.pad(rows_MK, (0, 0, 0, missing)) if missing else rows_MK), missing
 
 
-def _restored_rows(output_MN: Tensor, missing: int, hidden: Tensor) -> Tensor:
+def restored_rows(output_MN: Tensor, missing: int, hidden: Tensor) -> Tensor:
     """[..., N] without the added rows."""
     output_MN = output_MN[:-missing] if missing else output_MN
     return output_MN.reshape(*hidden.shape[:-1], output_MN.shape[-1])

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from megatron_vla.optimizations.fp8_linear import aligned_rows, restored_rows
+
 
 def convert_to_transformer_engine(model: nn.Module, names: Iterable[str]) -> None:
     """Replace the named layers; they take over the Parameter objects, so names, precision and checkpoints stay.
@@ -29,9 +31,11 @@ def convert_to_transformer_engine(model: nn.Module, names: Iterable[str]) -> Non
         set_extra_state = nn.Module.set_extra_state
 
         def forward(self, input: Tensor) -> Tensor:
+            # Its products refuse numbers of rows that are no multiple of 8, such as one sample's 50 actions.
+            rows_MK, missing = aligned_rows(input)
             with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
-                output: Tensor = super().forward(input)
-            return output
+                output_MN: Tensor = super().forward(rows_MK)
+            return restored_rows(output_MN, missing, input)
 
     for name in names:
         old = model.get_submodule(name)
