@@ -3,14 +3,15 @@
     python tools/benchmark.py --ladder benchmarks/ladders/pi05.json --output benchmarks/pi05_ladder.json
 
 Reported per rung: median step time and samples/s, peak memory, model FLOP utilisation (`model.training_flops_per_sample`,
-recomputation not counted, over the GPU's dense bf16 datasheet rate), kernels (and how many of them a graph launched), host
-synchronisations and graph launches of one profiled steady step, the losses of the first ten steps on fixed draws and their
-difference to the rung above. A rung may set "environment" (variables), and "num_processes": it then runs under torchrun,
-samples/s and memory are per GPU, and the share of the communication time that other kernels hide is reported. With a graph
-runner, --warmup must cover its own warm-up steps and the captures ("spoiled_steps" counts what did not fit). --profile FOLDER
-writes what the profiled step consists of (tools/step_profile.py), which explains a figure without another run. On NVIDIA GPUs
-clock, power and what limits the clock are recorded with every rung (tools/gpu_clock.py), and how busy the host was
-(tools/host_load.py): without a graph, steps wait for it.
+recomputation not counted, over the GPU's dense bf16 datasheet rate, of FP8 rungs too), kernels (and how many of them a graph
+launched), host synchronisations and graph launches of one profiled steady step, the losses of the first ten steps on fixed
+draws, their difference to the rung above, and samples/s over those of the rung above and of the first. A rung may set
+"environment" (variables), and "num_processes": it then runs under torchrun, samples/s and memory are per GPU, and the share of
+the communication time that other kernels hide is reported. With a graph runner, --warmup must cover its own warm-up steps and
+the captures ("spoiled_steps" counts what did not fit). Steps, warm-up and git commit are recorded with every rung; --keep says
+which rungs come from others. --profile FOLDER writes what the profiled step consists of (tools/step_profile.py), which
+explains a figure without another run. On NVIDIA GPUs clock, power and what limits the clock are recorded with every rung
+(tools/gpu_clock.py), and how busy the host was (tools/host_load.py): without a graph, steps wait for it.
 """
 
 from __future__ import annotations
@@ -97,11 +98,12 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int, pr
         flops = module.training_flops_per_sample(shapes)
         step_ms = statistics.median(times_ms)
         name = torch.cuda.get_device_name() if on_gpu else ""
-        peak_rate = next((rate for piece, rate in PEAK_BF16_FLOPS.items() if piece in name), None)
         result = {
             "name": rung["name"],
             "flags": rung["flags"],
             "precision": _precision(config),
+            "steps": steps,
+            "warmup": warmup,
             "gpu": name or "none (CPU)",
             "card": uuid and uuid[-8:],
             "num_gpus": groups.world_size,
@@ -111,8 +113,7 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int, pr
             "step_ms_min_max": [round(min(times_ms), 2), round(max(times_ms), 2)],
             "peak_memory_gib": round(max(peaks_gib), 2) if on_gpu else None,
             "reserved_memory_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2) if on_gpu else None,
-            "model_tflop_per_sample": round(flops / 1e12, 3),
-            "mfu": round(flops * samples / (step_ms * 1e-3) / peak_rate, 4) if peak_rate else None,
+            **_utilisation(flops, samples / step_ms * 1e3, name),
             **clock.figures,
             **host.figures,
             **profiled,
@@ -122,6 +123,18 @@ def measure_rung(rung: dict[str, Any], output: Path, steps: int, warmup: int, pr
         }
         if groups.is_main:
             output.write_text(json.dumps(result))
+
+
+def _utilisation(flops: float, samples_per_s: float, gpu: str) -> dict[str, Any]:
+    """Model FLOPs of one sample, and the share of the GPU's peak that `samples_per_s` of them are (None: an unknown GPU)."""
+    peak = next((rate for piece, rate in PEAK_BF16_FLOPS.items() if piece in gpu), None)
+    return {
+        "model_tflop_per_sample": round(flops / 1e12, 3),
+        "model_flop_per_sample": flops,
+        "mfu": round(flops * samples_per_s / peak, 4) if peak else None,
+        "mfu_peak_tflop_per_s": peak / 1e12 if peak else None,
+        "mfu_peak": "dense bf16, datasheet" if peak else None,
+    }
 
 
 def _precision(config: Any) -> str:
@@ -259,11 +272,13 @@ def run_ladder(arguments: argparse.Namespace) -> dict[str, Any]:
         variables = {"environment": rung["environment"]} if "environment" in rung else {}
         known = kept.get(rung["name"], {})
         if known.get("flags") == flags and known.get("environment") == rung.get("environment"):
-            results.append(kept[rung["name"]])
+            results.append(known)
+            for line in _kept_otherwise(known, arguments):
+                print(line, flush=True)
         else:
             assignments = [f"{name}={value}" for name, value in rung.get("environment", {}).items()]
             print(f"-- {rung['name']}:", *assignments, "pretrain_vla.py", *flags, flush=True)
-            results.append({**_run_rung(rung, flags, arguments), **variables})
+            results.append({**_run_rung(rung, flags, arguments), **variables, "commit": _commit()})
             cards = {r["card"] for r in results if "card" in r}
             if len(cards) > 1:
                 raise SystemExit(
@@ -282,6 +297,32 @@ def _kept(output: Path) -> dict[str, dict[str, Any]]:
     if not output.is_file():
         return {}
     return {r["name"]: r for r in json.loads(output.read_text())["rungs"] if "error" not in r}
+
+
+def _commit() -> str | None:
+    """The checked-out git commit, with "+" when code differs from it; None outside of a git checkout."""
+    root = Path(__file__).resolve().parents[1]
+
+    def git(*words: str) -> str:
+        result = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True)
+        return result.stdout.strip()
+
+    try:
+        # Results that are rewritten after each rung are no change of what is measured.
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "*.cu", "*.cuh")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _kept_otherwise(rung: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
+    """A line about a kept rung that was measured otherwise than the next ones will be; none where it was not."""
+    now = {"commit": _commit(), "steps": arguments.steps, "warmup": arguments.warmup}
+    unknown = "not recorded"
+    others = [
+        f"{name} {rung.get(name, unknown)} (now {value})" for name, value in now.items() if rung.get(name, unknown) != value
+    ]
+    return [f"NOTE {rung['name']} is kept from another run: {', '.join(others)}"] if others else []
 
 
 def _run_rung(rung: dict[str, Any], flags: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -329,11 +370,30 @@ def _run(command: list[str], variables: dict[str, str], timeout: float | None) -
 
 
 def _compare(results: list[dict[str, Any]]) -> None:
-    """Loss difference of the last rung to the nearest earlier one that trained on the same samples."""
-    earlier = [r for r in results[:-1] if r.get("samples_per_step") == results[-1]["samples_per_step"]]
-    if earlier:
-        differences = [abs(a - b) for a, b in zip(results[-1]["losses"], earlier[-1]["losses"], strict=True)]
-        results[-1]["loss_vs_previous"] = {"mae": sum(differences) / len(differences), "max": max(differences)}
+    """The last rung beside earlier ones: samples/s over those of the measured rung above and of the first one, and the loss
+    difference, over common steps, to the nearest one above that trained on the same samples."""
+    *before, rung = results
+    for name in ("loss_vs_previous", "speedup"):
+        rung.pop(name, None)
+    before = [r for r in before if "error" not in r]
+    if before:
+        above, first = before[-1], before[0]
+        rung["speedup"] = {
+            "previous": above["name"],
+            "over_previous": round(rung["samples_per_s"] / above["samples_per_s"], 3),
+            "first": first["name"],
+            "over_first": round(rung["samples_per_s"] / first["samples_per_s"], 3),
+        }
+    alike = [r for r in before if r.get("samples_per_step") == rung.get("samples_per_step")]
+    if alike:
+        # A kept rung may have fewer of them.
+        differences = [abs(a - b) for a, b in zip(rung["losses"], alike[-1]["losses"], strict=False)]
+        rung["loss_vs_previous"] = {
+            "mae": sum(differences) / len(differences),
+            "max": max(differences),
+            "previous": alike[-1]["name"],
+            "steps": len(differences),
+        }
 
 
 def _environment(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -386,6 +446,10 @@ def _line(rung: dict[str, Any]) -> str:
         figures += [show(rung["sm_clock_mhz"], "MHz"), show(rung["power_w"], "W")]
     if "host_busy_cores" in rung:
         figures.append(f"{rung['host_busy_cores']} of {rung['host_cores']} cores busy")
+    if "speedup" in rung:
+        figures.append("x {over_previous} of {previous}, x {over_first} of {first}".format(**rung["speedup"]))
+    if "loss_vs_previous" in rung:
+        figures.append("mean |loss difference| {mae:.2e} to {previous} ({steps} steps)".format(**rung["loss_vs_previous"]))
     return f"   {rung['name']}: " + ", ".join(figures)
 
 

@@ -34,7 +34,7 @@ def apply(model: nn.Module, config: OptimizationConfig, family: ModelFamily, rep
     line = f"merged projections: {sum(map(len, groups))} linear layers in {len(groups)} products"
     if config.neighbouring_weights:
         line += f", {sum(map(make_neighbours, groups))} of which read neighbours in memory"
-    gates = [[m.gate_proj.weight] for m in merging if isinstance(m, GatedMlp) and m.activation == "gelu_tanh"]
+    gates = [[m.gate_proj.get_parameter("weight")] for m in merging if isinstance(m, GatedMlp) and m.activation == "gelu_tanh"]
     if gates:
         but = ", but not in MLPs that are all FP8" if config.fp8 is not None and config.fp8_recipe == "delayed" else ""
         obstacle = obstacle_of(gates, gated_gelu.VECTOR)
