@@ -1,11 +1,13 @@
 """A simulator for tests: a point on a line that has to reach its goal; some trials crash, hang or raise on demand.
 
 State (2): position, goal. Action (1): step. Options: crash/hang/raise = list of trial indices; `marks` = a folder: only the
-first attempt misbehaves, else all do.
+first attempt misbehaves, else all do. refuse = as raise, with what no repetition helps against; environment_file = where to
+write the process's environment.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -16,6 +18,7 @@ from megatron_vla.evaluation.environments.interface import (
     EnvironmentBackend,
     EnvironmentSettings,
     Observation,
+    SimulatorError,
     StepResult,
     TaskSpec,
     Trial,
@@ -30,6 +33,8 @@ class PointEnvironment:
         if settings.options.get("missing"):
             raise ValueError("the point is not installed -> pip install point")
         self.settings = settings
+        if "environment_file" in settings.options:
+            Path(settings.options["environment_file"]).write_text(json.dumps(dict(os.environ)))
 
     def _misbehaves(self, kind: str) -> bool:
         if self.trial.index not in self.settings.options.get(kind, ()):
@@ -57,7 +62,9 @@ class PointEnvironment:
         if self._misbehaves("hang"):
             time.sleep(60)
         if self._misbehaves("raise"):
-            raise RuntimeError("physics exploded")
+            raise np.linalg.LinAlgError("physics exploded")  # a ValueError
+        if self._misbehaves("refuse"):
+            raise SimulatorError("the line has no such point -> --eval-options")
         self.position += float(action_A[0])
         self.steps += 1
         return StepResult(self.observe(), self.position >= self.goal, ended=self.position < -1)
@@ -85,5 +92,5 @@ BACKEND = EnvironmentBackend(
     fps=lambda settings: 10.0,
     robot_type="point",
     has_expert=True,
-    uses_mujoco=lambda settings: False,
+    uses_mujoco=lambda settings: "environment_file" in settings.options,
 )

@@ -23,6 +23,7 @@ import numpy as np
 from megatron_vla.evaluation.environments.interface import (
     EnvironmentSettings,
     Observation,
+    SimulatorError,
     Trial,
     VectorEnvironment,
     build_vector,
@@ -34,10 +35,6 @@ FILM_SIDE = 160  # pixels
 
 class WorkerError(RuntimeError):
     """A simulator process died, hung or raised; the text is its traceback. Its trials can be run again."""
-
-
-class SimulatorError(ValueError):
-    """What no repetition would help against: a missing package, a wrong setting."""
 
 
 @dataclass
@@ -139,7 +136,10 @@ def _serve(connection: Connection, module: str, settings: EnvironmentSettings, n
         os.environ["MUJOCO_GL"] = gl
     environment: VectorEnvironment | None = None
     try:
-        environment = build_vector(load_backend(module), settings, num_environments)
+        try:
+            environment = build_vector(load_backend(module), settings, num_environments)
+        except ValueError as problem:
+            raise SimulatorError(str(problem)) from problem
         while (command := connection.recv()) is not None:
             started = time.perf_counter()
             report = reset_slots(environment, command) if isinstance(command, Reset) else advance_slots(environment, command)
@@ -147,8 +147,8 @@ def _serve(connection: Connection, module: str, settings: EnvironmentSettings, n
             connection.send(report)
     except (EOFError, ConnectionError, KeyboardInterrupt):
         pass  # the evaluation has ended, or was killed
-    except ValueError as problem:
-        _tell(connection, SimulatorError(str(problem)))
+    except SimulatorError as problem:
+        _tell(connection, problem)
     except Exception:
         _tell(connection, WorkerError(traceback.format_exc()))
     finally:

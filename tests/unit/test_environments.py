@@ -32,6 +32,37 @@ def test_mt10_is_the_official_ten_and_tasks_keep_its_order() -> None:
         metaworld_suite.tasks(EnvironmentSettings(suite="mt10", tasks=("reach", "reach-v3")))
 
 
+def test_metaworlds_500_control_steps_hold_waiting_and_acting() -> None:
+    """The simulator itself refuses the next one, at the first trial that has not succeeded by then."""
+
+    def limit(**changes: int) -> int:
+        return metaworld_suite.tasks(EnvironmentSettings(suite="mt10", tasks=("reach",), **changes))[0].max_steps
+
+    assert (limit(), limit(wait_steps=10), limit(wait_steps=5, action_repeat=4)) == (500, 490, 120)
+    assert limit(max_steps=120, wait_steps=5, action_repeat=4) == 120 and limit(wait_steps=499) == 1
+    for changes, message in (
+        ({"max_steps": 501}, "--eval-max-steps 501 after --eval-wait-steps 0.*-> use --eval-max-steps 500 or less"),
+        ({"max_steps": 126, "action_repeat": 4}, "125 actions with --eval-action-repeat 4 -> use --eval-max-steps 125"),
+        ({"max_steps": 120, "wait_steps": 6, "action_repeat": 4}, "--eval-wait-steps 6.*-> use --eval-max-steps 119 or less"),
+        ({"wait_steps": 500}, "--eval-max-steps not set after --eval-wait-steps 500.*-> use --eval-wait-steps 499 or less"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            limit(**changes)
+
+
+@pytest.mark.simulator
+def test_a_metaworld_trial_that_never_succeeds_lasts_as_long_as_its_limit(gl_backend: str) -> None:
+    pytest.importorskip("metaworld")
+    settings = EnvironmentSettings(suite="mt10", tasks=("reach",), wait_steps=10, action_repeat=4, image_size=16)
+    environment = metaworld_suite.build(settings)
+    environment.reset(trial("reach-v3", seed=1))
+    for _ in range(metaworld_suite.tasks(settings)[0].max_steps):
+        environment.step(np.zeros(4, np.float32), render=False)
+    with pytest.raises(ValueError, match="must reset the env"):
+        environment.step(np.zeros(4, np.float32), render=False)
+    environment.close()
+
+
 BOX = {
     "images": {"observation.images.top": "render"},
     "state": ["position", "velocity/x"],

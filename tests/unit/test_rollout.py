@@ -17,14 +17,13 @@ import pytest
 from megatron_vla.config.evaluation import EvaluationConfig
 from megatron_vla.evaluation import closed_loop, gate
 from megatron_vla.evaluation.environments import interface
-from megatron_vla.evaluation.environments.interface import EnvironmentSettings, environment_backend
+from megatron_vla.evaluation.environments.interface import EnvironmentSettings, SimulatorError, environment_backend
 from megatron_vla.evaluation.gate import judge, paired_test, parse_gate, read_baseline, record_verdict
 from megatron_vla.evaluation.plan import list_trials, parse_options
 from megatron_vla.evaluation.results import ResultFolder, first_error, read_trials
 from megatron_vla.evaluation.rollout import ActRequest, Rollout, RolloutSettings, TrialQueue, TrialResult
 from megatron_vla.evaluation.statistics import PairedTest, Share, binomial_tail
 from megatron_vla.evaluation.video import read_video
-from megatron_vla.evaluation.worker import SimulatorError
 from megatron_vla.file_lock import alone_in
 from megatron_vla.training.checkpoint_folder import BEST_POINTER, best_iteration, in_use_file, remove_old
 
@@ -110,6 +109,13 @@ def test_a_trial_that_always_crashes_is_an_error_and_the_others_finish() -> None
     assert results["near/0"].attempts == 3
 
 
+def test_an_error_of_the_physics_costs_attempts_and_not_the_evaluation() -> None:
+    """Of any kind: LinAlgError is a ValueError, as are many others of simulators."""
+    results = roll({"raise": [0]}, count=2, num_workers=1, tasks_named=("near",))
+    assert results["near/1"].succeeded and results["near/0"].attempts == 3
+    assert results["near/0"].error is not None and "LinAlgError: physics exploded" in results["near/0"].error
+
+
 def test_a_hanging_simulator_is_replaced(tmp_path: Path) -> None:
     options = {"hang": [0], "marks": str(tmp_path)}
     results = roll(options, count=1, tasks_named=("near",), num_workers=1, step_timeout_seconds=12.0)
@@ -119,6 +125,8 @@ def test_a_hanging_simulator_is_replaced(tmp_path: Path) -> None:
 def test_what_no_repetition_helps_ends_the_evaluation() -> None:
     with pytest.raises(SimulatorError, match="pip install point"):
         roll({"missing": True})
+    with pytest.raises(SimulatorError, match="no such point"):
+        roll({"refuse": [0]}, count=1)
 
 
 def test_queue_keeps_the_task_and_then_takes_the_longest() -> None:

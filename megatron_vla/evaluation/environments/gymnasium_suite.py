@@ -24,6 +24,7 @@ from megatron_vla.evaluation.environments.interface import (
     EnvironmentBackend,
     EnvironmentSettings,
     Observation,
+    SimulatorError,
     StepResult,
     TaskSpec,
     Trial,
@@ -95,11 +96,11 @@ def tasks(settings: EnvironmentSettings) -> list[TaskSpec]:
 
 
 def at_path(content: Any, path: str) -> Any:
-    """Entry of nested dictionaries. Raises ValueError with the keys that exist."""
+    """Entry of nested dictionaries. Raises SimulatorError with the keys that exist."""
     for key in path.split("/") if path else ():
         if not isinstance(content, Mapping) or key not in content:
             known = ", ".join(map(str, content)) if isinstance(content, Mapping) else f"no keys, it is {type(content).__name__}"
-            raise ValueError(f"--eval-options: the observation has nothing at {path!r} ({known})")
+            raise SimulatorError(f"--eval-options: the observation has nothing at {path!r} ({known})")
         content = content[key]
     return content
 
@@ -113,7 +114,7 @@ def success_test(rule: str) -> Any:
 
         def told(reward: float, terminated: bool, info: Mapping[str, Any]) -> bool:
             if key not in info:
-                raise ValueError(f"--eval-options success={rule}: info has {', '.join(map(str, info)) or 'no keys'}")
+                raise SimulatorError(f"--eval-options success={rule}: info has {', '.join(map(str, info)) or 'no keys'}")
             return bool(info[key])
 
         return told
@@ -176,7 +177,7 @@ class GymnasiumEnvironment:
         space = self.environment.action_space
         if np.shape(action_A) != space.shape:
             told = f"the policy's actions have shape {list(np.shape(action_A))}, its action space {list(space.shape)}"
-            raise ValueError(f"--eval-suite {self.settings.suite}: {told} -> choose the environment that the data is from")
+            raise SimulatorError(f"--eval-suite {self.settings.suite}: {told} -> choose the environment that the data is from")
         action = np.clip(action_A, space.low, space.high).astype(space.dtype)
         succeeded = ended = False
         for _ in range(self.settings.action_repeat):
@@ -193,7 +194,7 @@ class GymnasiumEnvironment:
 
     def expert_action(self) -> np.ndarray:
         """See Environment."""
-        raise ValueError(f"{self.settings.suite} has no scripted expert")
+        raise SimulatorError(f"{self.settings.suite} has no scripted expert")
 
     def close(self) -> None:
         """See Environment."""

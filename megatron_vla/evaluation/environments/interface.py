@@ -23,6 +23,11 @@ import numpy as np
 InitialStates = Literal["official", "random"]
 
 
+class SimulatorError(ValueError):
+    """What no repetition helps against: a missing package, a wrong name or setting. It ends an evaluation; whatever else a
+    simulator raises (a ValueError of its physics, too) costs the trial one of its attempts."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSettings:
     """Everything that decides what a trial looks like; JSON-ready. None means: as the suite's official protocol has it."""
@@ -157,7 +162,8 @@ class EnvironmentBackend:
 
     suites: names, the default first (Gymnasium: empty, any id goes).
     tasks(settings): the chosen tasks in official order; ValueError naming near ones for an unknown name.
-    build(settings): one simulator; ValueError with the pip command when its package is missing.
+    build(settings): one simulator; ValueError with the pip command when its package is missing (SimulatorError where that only
+        shows when a trial begins).
     cameras, state_names, action_names: what observations hold and what the recorder writes.  fps(settings): actions per second.
     extra_cameras: further ones, rendered where `EnvironmentSettings.cameras` names them.
     revision: raised when a trial of the same seed begins or looks otherwise than before: neither recordings nor trials of

@@ -30,6 +30,7 @@ from megatron_vla.evaluation.environments.interface import (
     EnvironmentBackend,
     EnvironmentSettings,
     Observation,
+    SimulatorError,
     StepResult,
     TaskSpec,
     Trial,
@@ -136,7 +137,7 @@ class IsaacLabEnvironment:
 
     def expert_actions(self, is_active_E: np.ndarray) -> np.ndarray:
         """See VectorEnvironment."""
-        raise ValueError(f"{self.settings.suite} has no scripted expert")
+        raise SimulatorError(f"{self.settings.suite} has no scripted expert")
 
     def close(self) -> None:
         """See VectorEnvironment."""

@@ -27,6 +27,7 @@ from megatron_vla.evaluation.environments.interface import (
     EnvironmentBackend,
     EnvironmentSettings,
     Observation,
+    SimulatorError,
     StepResult,
     TaskSpec,
     Trial,
@@ -102,7 +103,7 @@ class LiberoPackage:
 
     @classmethod
     def load(cls) -> LiberoPackage:
-        """Import it. Raises ValueError with the pip command when something is missing."""
+        """Import it. Raises SimulatorError with the pip command when something is missing."""
         try:
             with quiet_imports():
                 from libero.libero import get_libero_path
@@ -114,10 +115,10 @@ class LiberoPackage:
             # robosuite imports OpenCV, whose wheel needs two system libraries.
             missing_library = ".so" in str(failure)
             hint = "apt-get install -y libgl1 libglib2.0-0   (Debian, Ubuntu)" if missing_library else INSTALL_HINT
-            raise ValueError(f"the LIBERO simulator is not installed ({failure}) -> {hint}") from failure
+            raise SimulatorError(f"the LIBERO simulator is not installed ({failure}) -> {hint}") from failure
         for folder in folders:
             if not folder.is_dir():
-                raise ValueError(f"LIBERO's folder {folder} is missing -> {INSTALL_HINT} --force-reinstall")
+                raise SimulatorError(f"LIBERO's folder {folder} is missing -> {INSTALL_HINT} --force-reinstall")
         return cls(ControlEnv, folders[0], folders[1], load_initial_states)
 
 
@@ -129,7 +130,7 @@ class LiberoTask:
         self.instruction = instruction_of(task)
         bddl = package.bddl_folder / suite / f"{task}.bddl"
         if not bddl.is_file():
-            raise ValueError(f"{bddl} is missing in the installed LIBERO package -> {INSTALL_HINT} --force-reinstall")
+            raise SimulatorError(f"{bddl} is missing in the installed LIBERO package -> {INSTALL_HINT} --force-reinstall")
         # Reloading the model at each reset (hard_reset) costs seconds; what a soft one leaves behind is put back in `reset`.
         with seeded(0):
             self.environment = package.control_environment(
@@ -160,7 +161,7 @@ class LiberoTask:
             self.environment.reset()
         if initial_state is not None:
             if not 0 <= initial_state < len(self.initial_states):
-                raise ValueError(f"task {self.name} has official initial states 0 to {len(self.initial_states) - 1}")
+                raise SimulatorError(f"task {self.name} has official initial states 0 to {len(self.initial_states) - 1}")
             self.environment.set_init_state(self.initial_states[initial_state])
 
     def step(self, action_A: np.ndarray) -> bool:
@@ -283,7 +284,9 @@ class LiberoSuite:
     def picture(self) -> np.ndarray:
         """See Environment."""
         if self.pictures is None:
-            raise ValueError("option pictures=false: nothing is rendered, so nothing can be filmed -> --eval-videos-per-task 0")
+            raise SimulatorError(
+                "option pictures=false: nothing is rendered, so nothing can be filmed -> --eval-videos-per-task 0"
+            )
         return np.ascontiguousarray(self.pictures.raw("agentview")[::-1])
 
     def expert_action(self) -> np.ndarray:
@@ -291,7 +294,7 @@ class LiberoSuite:
         from megatron_vla.evaluation.experts.libero_pick_place import LiberoExpert
 
         if self.settings.suite not in EXPERT_SUITES:
-            raise ValueError(f"{self.settings.suite} has no scripted expert; {' and '.join(EXPERT_SUITES)} have")
+            raise SimulatorError(f"{self.settings.suite} has no scripted expert; {' and '.join(EXPERT_SUITES)} have")
         if self.expert is None:
             self.expert = LiberoExpert(self._running.environment.env)
         action_A: np.ndarray = self.expert.action()

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_vla.evaluation.environments.interface import SimulatorError
 from megatron_vla.evaluation.environments.rendering import set_fast_quality, set_fast_scene
 
 CONTROL_HZ = 80
@@ -125,7 +126,9 @@ class MetaWorldEnvironment:
             from metaworld.env_dict import ALL_V3_ENVIRONMENTS
             from metaworld.policies import ENV_POLICY_MAP
         except ImportError as failure:
-            raise ValueError(f"the MetaWorld simulator is not installed ({failure}) -> pip install -e '.[eval]'") from failure
+            raise SimulatorError(
+                f"the MetaWorld simulator is not installed ({failure}) -> pip install -e '.[eval]'"
+            ) from failure
 
         self.task = task_name(task)
         self.instruction = INSTRUCTIONS[self.task]

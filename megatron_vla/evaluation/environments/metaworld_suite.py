@@ -1,6 +1,7 @@
 """MetaWorld behind the simulator interface: mt10 (its ten multi-task tasks), mt50 (all), mt1 (one task of your choice).
 
-Placements are drawn from a trial's seed; MetaWorld has no official list of initial states. Its horizon is 500 control steps.
+Placements are drawn from a trial's seed; MetaWorld has no official list of initial states. Its horizon is 500 control steps,
+of which those of waiting (--eval-wait-steps) are a part.
 """
 
 from __future__ import annotations
@@ -46,6 +47,23 @@ MT10 = (
 SUITES = {"mt10": MT10, "mt50": tuple(INSTRUCTIONS), "mt1": tuple(INSTRUCTIONS)}
 
 
+def step_limit(settings: EnvironmentSettings) -> int:
+    """Actions of a trial: MetaWorld refuses every control step of an episode after its 500th, those of waiting included.
+
+    Raises ValueError naming the flags that ask for more.
+    """
+    repeat, wait = settings.action_repeat, settings.wait_steps or 0
+    actions = OFFICIAL_CONTROL_STEPS // repeat
+    most = actions - wait
+    if most < 1 or (settings.max_steps or most) > most:
+        fix = f"--eval-max-steps {most} or less" if most >= 1 else f"--eval-wait-steps {actions - 1} or less"
+        raise ValueError(
+            f"--eval-max-steps {settings.max_steps or 'not set'} after --eval-wait-steps {wait}: MetaWorld's episodes have "
+            f"{OFFICIAL_CONTROL_STEPS} control steps, {actions} actions with --eval-action-repeat {repeat} -> use {fix}"
+        )
+    return settings.max_steps or most
+
+
 def tasks(settings: EnvironmentSettings) -> list[TaskSpec]:
     """See EnvironmentBackend."""
     if settings.suite not in SUITES:
@@ -53,7 +71,7 @@ def tasks(settings: EnvironmentSettings) -> list[TaskSpec]:
     names = tuple(task_name(name) for name in settings.tasks)
     if settings.suite == "mt1" and len(names) != 1:
         raise ValueError(f"--eval-suite mt1 is one task, {len(names)} are chosen -> name one with --eval-tasks")
-    max_steps = settings.max_steps or OFFICIAL_CONTROL_STEPS // settings.action_repeat
+    max_steps = step_limit(settings)
     known = SUITES[settings.suite]
     chosen = chosen_tasks(known, names)
     return [TaskSpec(name=name, instruction=INSTRUCTIONS[name], max_steps=max_steps) for name in chosen]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_vla.evaluation.environments.interface import SimulatorError
 from megatron_vla.evaluation.experts.scene_geometry import axis_angle
 
 GRIP_SITE = "gripper0_grip_site"
@@ -56,7 +57,8 @@ class ArmProbe:
     def _id(self, kind: str, name: str) -> int:
         number = self.mujoco.mj_name2id(self.model, getattr(self.mujoco.mjtObj, f"mjOBJ_{kind}"), name)
         if number < 0:
-            raise ValueError(f"the simulator's model has no {kind.lower()} {name!r}: the expert knows robosuite's Panda only")
+            told = f"the simulator's model has no {kind.lower()} {name!r}"
+            raise SimulatorError(f"{told}: the expert knows robosuite's Panda only")
         return int(number)
 
     def hand_pose(self) -> tuple[np.ndarray, np.ndarray]:

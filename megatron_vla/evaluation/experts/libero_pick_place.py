@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_vla.evaluation.environments.interface import SimulatorError
 from megatron_vla.evaluation.experts.arm_probe import FINGER_OPEN, ArmProbe
 from megatron_vla.evaluation.experts.grasp_candidates import (
     GraspCandidate,
@@ -165,9 +166,9 @@ class LiberoExpert:
 
 
 def single_goal(goal_state: list[list[str]]) -> tuple[str, str, str]:
-    """(relation, object, target) of a task with one `on` or `in`. ValueError for any other task."""
+    """(relation, object, target) of a task with one `on` or `in`. SimulatorError for any other task."""
     if len(goal_state) != 1 or goal_state[0][0] not in ("on", "in"):
-        raise ValueError(
+        raise SimulatorError(
             f"goal {goal_state}: the scripted expert solves tasks with one On or In, as in libero_object and libero_spatial"
         )
     relation, object_name, target_name = goal_state[0]
