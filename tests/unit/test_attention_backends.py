@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from pi05_fixtures import gradients, mean_loss, relative_difference, replaced, tiny_batch, tiny_config, tiny_model, uniform
+from torch import Tensor
+from torch.nn import functional as F
 
 from megatron_vla.config.check import check
 from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.config.run import parse_args
 from megatron_vla.data.batch import Batch
+from megatron_vla.models.common import attention
 from megatron_vla.models.common.attention import attend
 from megatron_vla.models.common.attention_mask import (
     BLOCK,
@@ -48,6 +54,53 @@ def test_varlen_model_equals_the_reference(skip_dead: bool) -> None:
     scale = max(float(g.abs().max()) for g in expected.values())
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-14 * scale, msg=name)
+
+
+def published_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """flash_attn 2's function of that name by its published interface, sequence by sequence."""
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and len(cu_seqlens_q) == len(cu_seqlens_k)
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and q.shape[1] % k.shape[1] == 0 and dropout_p == 0
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    assert (starts_q[-1], starts_k[-1]) == (len(q), len(k))
+    parts = []
+    for (begin_q, end_q), (begin_k, end_k) in zip(pairwise(starts_q), pairwise(starts_k), strict=True):
+        assert end_q - begin_q <= max_seqlen_q and end_k - begin_k <= max_seqlen_k
+        query, key, value = (x.transpose(0, 1)[None] for x in (q[begin_q:end_q], k[begin_k:end_k], v[begin_k:end_k]))
+        # Without keys the kernel writes zeros.
+        is_read = query.shape[2] > 0 and key.shape[2] > 0
+        output = F.scaled_dot_product_attention(query, key, value, enable_gqa=True) if is_read else torch.zeros_like(query)
+        parts.append(output[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("package", ["flash_attn_interface", "flash_attn"])
+def test_flash_attn_model_equals_the_reference(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Against a stand-in with the interface of the package; the Hopper build's function returns log sums too."""
+    module = ModuleType(package)
+    function = published_flash_attention if package == "flash_attn" else lambda *a: (published_flash_attention(*a), None)
+    module.flash_attn_varlen_func = function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, package, module)
+    monkeypatch.setitem(sys.modules, "flash_attn" if package == "flash_attn_interface" else "flash_attn_interface", None)
+    attention._flash_attention_package.cache_clear()
+    batch = holes_everywhere()
+    models = [tiny_model(attention_backend=b) for b in ("eager", "flash_attn")]
+    try:
+        losses = [float(mean_loss(model, batch).detach()) for model in models]
+        found = gradients(models[1], batch)
+    finally:
+        attention._flash_attention_package.cache_clear()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-13)
+    for name, expected in gradients(models[0], batch).items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-8, atol=1e-13, msg=name)
 
 
 def test_varlen_samples_the_same_actions_from_its_cache() -> None:
