@@ -87,7 +87,17 @@ def train(run: TrainingRun) -> EvaluationJobs | None:
     evaluations: EvaluationJobs | None = None
     try:
         with StopSignals(groups) as signals:
-            evaluations = _Loop(run, logger, signals).run()
+            loop = _Loop(run, logger, signals)
+            try:
+                loop.run()
+            except BaseException:
+                if loop.evaluations is not None:
+                    loop.evaluations.stop()
+                raise
+            evaluations = loop.evaluations
+            # A signal that came too late to end the loop means the evaluations all the same.
+            if evaluations is not None and signals.received is not None:
+                evaluations.stop()
         return evaluations
     except torch.OutOfMemoryError as exception:
         raise torch.OutOfMemoryError(_memory_advice(run.config, exception)) from exception
@@ -118,7 +128,7 @@ class _Loop:
         evaluates = run.config.evaluation.eval_interval is not None and can_save and run.groups.is_main
         self.evaluations = EvaluationJobs(run.config, logger) if evaluates else None
 
-    def run(self) -> EvaluationJobs | None:
+    def run(self) -> None:
         training = self.config.training
         first = self.state.iteration
         # Opened inside StopSignals: worker processes inherit handlers that leave Ctrl-C to this process.
@@ -133,6 +143,9 @@ class _Loop:
                 if self.saver is not None:
                     self._message(self.saver.poll())
                 stop = self.signals.poll()
+                if stop and self.evaluations is not None:
+                    # Before the save: it ends while the checkpoint is written.
+                    self.evaluations.stop()
                 leave = training.exit_interval is not None and iteration % training.exit_interval == 0
                 interval = self.config.checkpoint.save_interval
                 save = interval is not None and iteration % interval == 0
@@ -148,7 +161,6 @@ class _Loop:
             self._flush(batches)
             self.signals.finish()
             self._finish(reason)
-        return self.evaluations
 
     def _open(self, consumed_samples: int, num_iterations: int, iteration: int) -> Any:
         """This rank's micro-batches (a generator) from a position in the order of samples, after `iteration` steps."""

@@ -18,10 +18,11 @@ class StopSignals:
     it to every process and launchers pass it on, so that one request arrives twice.
 
     `poll` must be called once per iteration on every rank. With several ranks its answer is one iteration old: the agreement
-    travels over gloo while the next step runs, so neither the host nor the device waits for it.
+    travels over gloo while the next step runs, so neither the host nor the device waits for it. Without `groups` (before they
+    are made, or after they are closed) a process answers for itself.
     """
 
-    def __init__(self, groups: ParallelGroups):
+    def __init__(self, groups: ParallelGroups | None):
         self._groups = groups
         self.received: str | None = None
         self._previous: dict[int, Any] = {}
@@ -46,7 +47,7 @@ class StopSignals:
 
     def poll(self) -> bool:
         """Whether any rank had received a signal (by the previous call, with several ranks)."""
-        if self._groups.world_size == 1:
+        if self._groups is None or self._groups.world_size == 1:
             return self.received is not None
         stop = False
         if self._work is not None:
