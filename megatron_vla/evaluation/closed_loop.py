@@ -26,6 +26,7 @@ from megatron_vla.evaluation.environments.interface import (
 from megatron_vla.evaluation.environments.rendering import choose_backend
 from megatron_vla.evaluation.plan import (
     compatibility,
+    conditions,
     environment_settings,
     list_trials,
     package_versions,
@@ -77,10 +78,12 @@ def evaluate(
     policy: Policy | None,
     policy_facts: Mapping[str, Any],
     say: Callable[[str], None] = print,
+    check: Callable[[Mapping[str, Any]], object] = lambda description: None,
 ) -> tuple[dict[str, Any], list[TrialResult], dict[str, Any]]:
     """Run (or go on with) an evaluation in `output` -> (report, results, description). `policy` None: the scripted expert.
 
-    Raises ValueError for what cannot work, before any simulator starts where that can be known.
+    Raises ValueError for what cannot work, before any simulator starts where that can be known; `check` is given the
+    description then, and may raise too.
     """
     backend = environment_backend(config.eval_environment)
     settings = environment_settings(config, backend)
@@ -92,20 +95,17 @@ def evaluate(
         compatibility(policy.preprocessor.settings, backend, settings, config)
         camera_of = simulator_cameras(policy.camera_keys, config)
         settings = dataclasses.replace(settings, cameras=tuple(dict.fromkeys(camera_of.values())))
-    replan = config.eval_replan_interval or max(1, (policy.action_horizon if policy else 16) // 2)
+    shared = conditions(config, backend, settings, policy.action_horizon if policy else 16)
     trials = list_trials(tasks, config.eval_trials_per_task, config.eval_seed, settings)
     description = {
         "policy": dict(policy_facts),
-        "environment": backend.name,
-        # None where nothing is unusual: evaluations that were begun before these were told go on.
-        "revision": backend.revision if backend.revision > 1 else None,
+        **shared,
+        # None where nothing is unusual, as for the revision.
         "camera_map": camera_of if config.eval_camera_map else None,
-        "settings": {name: value for name, value in dataclasses.asdict(settings).items() if name != "cameras"},
         "tasks": [task.name for task in tasks],
         "trials_per_task": config.eval_trials_per_task,
-        "seed": config.eval_seed,
-        "replan_interval": replan,
     }
+    check(description)
     gl = None
     if backend.uses_mujoco(settings) and find_spec("mujoco") is not None:
         gl = choose_backend()
@@ -113,7 +113,7 @@ def evaluate(
     actor: Actor = expert_actor if policy is None else PolicyActor(policy, config.eval_seed, camera_of)
     with alone_in(output, "evaluation"):
         # What is there already is read by whoever holds the folder: another evaluation may have just finished it.
-        run = _Run(config, backend, settings, tasks, ResultFolder(output, description), gl, replan, say)
+        run = _Run(config, backend, settings, tasks, ResultFolder(output, description), gl, shared["replan_interval"], say)
         report = run.finish(trials, actor, policy, description)
     return report, run.results, description
 
@@ -209,10 +209,16 @@ class _Run:
             f"{times.simulator_seconds:.0f} s summed over {self.config.eval_workers} simulator process(es), "
             f"{steps_per_s:.0f} steps/s",
         }
+        policy_times = {} if policy is None else policy.summary()
+        if policy_times:  # not where all trials were there already
+            facts["latency"] = (
+                f"{policy_times['call_ms_p50']:.1f} ms a call of the policy (p50), {policy_times['call_ms_p99']:.1f} ms (p99), "
+                f"mean batch {policy_times['mean_batch_size']:.1f}, {policy_times['actions_per_s']:.0f} actions/s"
+            )
         more = {
             "facts": facts,
             "times": dataclasses.asdict(times),
-            "policy_times": {} if policy is None else policy.summary(),
+            "policy_times": policy_times,
             "versions": package_versions(self.backend),
             "gl_backend": self.gl,
         }

@@ -21,21 +21,19 @@ from megatron_vla.config.run import from_dict
 from megatron_vla.evaluation.closed_loop import evaluate, success_line
 from megatron_vla.evaluation.gate import (
     VERDICT_FILE,
+    Gate,
     Verdict,
     evaluation_folder,
-    judge,
     parse_gate,
-    promoted_baseline,
-    read_baseline,
-    record_verdict,
 )
 from megatron_vla.evaluation.policy import Policy, PolicySettings, load_policy, open_checkpoint
 from megatron_vla.evaluation.replay import replay
 from megatron_vla.evaluation.results import REPORT_MARKDOWN, first_error, write_json
 from megatron_vla.findings import raise_errors
-from megatron_vla.training.checkpoint_folder import STATE_FILE, CheckpointFolder
+from megatron_vla.training.checkpoint_folder import EVALUATION_FOLDER, STATE_FILE, CheckpointFolder, best_iteration
 
 FAILED, REJECTED, DIFFERENT = 1, 3, 4
+EXPERT_FOLDER = "expert"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +45,12 @@ class CommandConfig:
     defaults of those below."""
 
     policy: Literal["checkpoint", "expert"] = "checkpoint"
-    """Who acts: the checkpoint, or the simulator's scripted expert (a reference; needs no checkpoint)."""
+    """Who acts: the checkpoint, or the simulator's scripted expert (a reference; needs no checkpoint, and takes only the
+    evaluation flags of one that is named)."""
 
     output: str | None = None
-    """Folder of results, gone on with if it holds this evaluation. Not set: SAVE/evaluation/iter_N of the checkpoint."""
+    """Folder of results, gone on with if it holds this evaluation. Not set: SAVE/evaluation/iter_N of the checkpoint, or
+    SAVE/evaluation/expert."""
 
     baseline: str | None = None
     """Evaluation folder to compare with. Not set: that of the promoted checkpoint of the same --save folder."""
@@ -95,35 +95,39 @@ def policy_facts(policy: Policy, folder: CheckpointFolder) -> dict[str, Any]:
 
 def run_rollouts(command: CommandConfig, config: EvaluationConfig, folder: CheckpointFolder | None) -> tuple[Verdict, int]:
     """Evaluate, judge, and move the best pointer on a promotion; the verdict, and how many trials came to an end."""
-    rules = parse_gate(config.eval_gate)
-    policy, facts = None, {"name": "scripted expert"}
+    baseline = Path(command.baseline) if command.baseline else None
+    gate = Gate(rules=parse_gate(config.eval_gate), baseline=baseline)
+    policy, facts, own = None, {"name": "scripted expert"}, None
     if command.policy == "checkpoint":
         assert folder is not None
+        root = folder.path.parent
+        gate = dataclasses.replace(gate, root=root, iteration=folder.iteration)
+        own = evaluation_folder(root, folder.iteration)
         policy = load_policy(folder, PolicySettings.from_config(config))
         facts = policy_facts(policy, folder)
-    root = folder.path.parent if folder is not None else None
     if command.output is not None:
         output = Path(command.output)
+    elif own is not None:
+        output = own
     else:
-        assert folder is not None and root is not None
-        output = evaluation_folder(root, folder.iteration)
-    report, results, description = evaluate(config, output, policy, facts)
-    judged_here = policy is not None and folder is not None and root is not None
-    baseline = Path(command.baseline) if command.baseline else None
-    if baseline is None and judged_here:
-        baseline = promoted_baseline(root, folder.iteration)  # type: ignore[arg-type, union-attr]
-    reference = read_baseline(baseline, description) if baseline is not None else None
-    verdict = judge(rules, results, reference, str(baseline) if baseline else None)
-    write_json(output / VERDICT_FILE, dataclasses.asdict(verdict))
+        # Not the checkpoint's own folder, which its evaluation could not go on with.
+        assert folder is not None
+        output = folder.path.parent / EVALUATION_FOLDER / EXPERT_FOLDER
+    report, results, description = evaluate(config, output, policy, facts, check=gate.reference)
     # Only where the results lie beside the checkpoints: an evaluation on the side must not move the pointer.
-    if judged_here and output.resolve() == evaluation_folder(root, folder.iteration).resolve():  # type: ignore[arg-type, union-attr]
-        record_verdict(root, folder.iteration, verdict, report["success"])  # type: ignore[arg-type, union-attr]
+    is_recorded = own is not None and output.resolve() == own.resolve()
+    verdict = gate.record(results, description) if is_recorded else gate.judge(results, description)
+    # Last: an evaluation with this file is done.
+    write_json(output / VERDICT_FILE, dataclasses.asdict(verdict))
     print((output / REPORT_MARKDOWN).read_text())
     print(f"{verdict.status}: {success_line(report)}; results in {output}")
     for reason in verdict.reasons:
         print(f"  {reason}")
     if (told := first_error(results)) is not None:
         print(f"  {told}")
+    if is_recorded and gate.rules is not None:
+        assert gate.root is not None
+        print(f"promoted checkpoint of {gate.root}: {best_iteration(gate.root) or 'none'}")
     return verdict, int(report["trials"])
 
 

@@ -6,6 +6,15 @@
 
 The baseline is the checkpoint that is promoted now. Both ran the same trials from the same starts, so they are compared in
 pairs by the exact McNemar test.
+
+What the best pointer names is what a robot gets, so it never names a rejected checkpoint, and never goes back by chance:
+
+* A promoted checkpoint that is newer than the one it names takes its place.
+* An older one that is judged again does so only if it is shown to be better (p < alpha), whatever the rules ask: not being
+  worse is no reason to go back. Its status is promoted all the same.
+* The checkpoint that it names may be judged again under other rules (without a baseline: there is nothing newer). When they
+  reject it, the pointer goes back to the newest other promoted checkpoint that is still on disk, and is removed without one.
+* An evaluation without a gate judges nothing: an earlier verdict stays in status.json.
 """
 
 from __future__ import annotations
@@ -28,6 +37,7 @@ from megatron_vla.evaluation.results import (
 )
 from megatron_vla.evaluation.rollout import TrialResult
 from megatron_vla.evaluation.statistics import PairedTest
+from megatron_vla.file_lock import alone_in
 from megatron_vla.training.checkpoint_folder import BEST_POINTER, EVALUATION_FOLDER, best_iteration, iteration_folder
 
 STATUS_FILE, VERDICT_FILE = "status.json", "verdict.json"
@@ -115,8 +125,15 @@ def paired_test(results: Sequence[TrialResult], baseline: Sequence[TrialResult])
     return PairedTest(gained, lost, len(common))
 
 
+def _flag(difference: str) -> str:
+    """`settings.max_steps: 5 there, 6 now` -> `--eval-max-steps: 5 there, 6 now`; a simulator's revision has no flag."""
+    name, _, rest = difference.partition(": ")
+    return difference if name == "revision" else f"--eval-{name.removeprefix('settings.').replace('_', '-')}: {rest}"
+
+
 def read_baseline(folder: Path, description: Mapping[str, Any]) -> list[TrialResult]:
-    """Trials of another evaluation under the same conditions. Raises ValueError naming what differs."""
+    """Trials of another evaluation under the same conditions (plan.conditions). Raises ValueError naming the flags that differ,
+    and for an evaluation that cannot be compared with because none of its trials has come to an end."""
     stored = folder / DESCRIPTION_FILE
     if not stored.is_file():
         raise ValueError(f"baseline {folder}: no evaluation ({DESCRIPTION_FILE} is missing) -> name its folder with --baseline")
@@ -124,10 +141,13 @@ def read_baseline(folder: Path, description: Mapping[str, Any]) -> list[TrialRes
     told = told_differences(read_json(stored), json.loads(json.dumps(wanted)))
     if told:
         raise ValueError(
-            f"baseline {folder}: evaluated differently ({'; '.join(told)}) -> evaluate one of the two again with the "
-            "other's flags, or name another evaluation with --baseline"
+            f"baseline {folder}: evaluated differently ({'; '.join(map(_flag, told))}) -> evaluate one of the two again with "
+            "the other's flags, or name another evaluation with --baseline"
         )
-    return read_trials(folder)
+    trials = read_trials(folder)
+    if all(trial.error is not None for trial in trials):
+        raise ValueError(f"baseline {folder}: no trial has ended -> finish that evaluation, or name another with --baseline")
+    return trials
 
 
 @dataclass(frozen=True)
@@ -159,20 +179,100 @@ def evaluation_folder(root: Path, iteration: int) -> Path:
     return root / EVALUATION_FOLDER / iteration_folder(root, iteration).name
 
 
-def record_verdict(root: Path, iteration: int, verdict: Verdict, success: float | None) -> None:
-    """Write the status, and on a promotion move the best pointer, in this order: a pointer never names an unjudged one."""
-    status_file = root / EVALUATION_FOLDER / STATUS_FILE
-    status_file.parent.mkdir(parents=True, exist_ok=True)
-    status = read_json(status_file) if status_file.is_file() else {}
-    status[str(iteration)] = {"success": success, **dataclasses.asdict(verdict)}
-    write_json(status_file, status)
-    if verdict.status == "promoted":
-        temporary = root / f".{BEST_POINTER}.partial"
-        temporary.write_text(f"{iteration}\n")
-        os.replace(temporary, root / BEST_POINTER)
-
-
-def promoted_baseline(root: Path, iteration: int) -> Path | None:
+def promoted_baseline(root: Path, iteration: int | None) -> Path | None:
     """Evaluation folder of the promoted checkpoint, if there is one and it is not this one."""
     best = best_iteration(root)
     return None if best is None or best == iteration else evaluation_folder(root, best)
+
+
+def record_verdict(root: Path, iteration: int, verdict: Verdict, success: float | None, *, may_go_back: bool = False) -> None:
+    """Write the status and move the best pointer by the rules above; `may_go_back`: an older checkpoint is shown to be better.
+
+    In this order: a pointer never names an unjudged checkpoint or a rejected one. The caller holds SAVE/evaluation.
+    """
+    status_file = root / EVALUATION_FOLDER / STATUS_FILE
+    status_file.parent.mkdir(parents=True, exist_ok=True)
+    status = read_json(status_file) if status_file.is_file() else {}
+    earlier = status.get(str(iteration))
+    if verdict.status == "evaluated" and earlier is not None:
+        status[str(iteration)] = {**earlier, "success": success}
+    else:
+        status[str(iteration)] = {"success": success, **dataclasses.asdict(verdict)}
+    best = best_iteration(root)
+    if verdict.status == "rejected" and best == iteration:
+        others = (int(number) for number, told in status.items() if told["status"] == "promoted")
+        _point_to_best(root, max((i for i in others if iteration_folder(root, i).is_dir()), default=None))
+    write_json(status_file, status)
+    if verdict.status == "promoted" and (best is None or iteration > best or may_go_back):
+        _point_to_best(root, iteration)
+
+
+def _point_to_best(root: Path, iteration: int | None) -> None:
+    if iteration is None:
+        (root / BEST_POINTER).unlink(missing_ok=True)
+        return
+    temporary = root / f".{BEST_POINTER}.partial"
+    temporary.write_text(f"{iteration}\n")
+    os.replace(temporary, root / BEST_POINTER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """What a checkpoint's evaluation is measured by: rules (None: it is not judged), and another evaluation.
+
+    baseline: that one's folder; None: that of the promoted checkpoint in `root` (a --save folder; None: there is none).
+    iteration: the checkpoint's; None: it is not there yet.
+    """
+
+    rules: GateRules | None
+    baseline: Path | None = None
+    root: Path | None = None
+    iteration: int | None = None
+
+    def reference(self, description: Mapping[str, Any]) -> tuple[Path, list[TrialResult]] | None:
+        """Folder and trials to compare with. Raises ValueError when they cannot be: ask before the rollouts."""
+        if self.baseline is not None:
+            return self.baseline, read_baseline(self.baseline, description)
+        folder = None if self.root is None else promoted_baseline(self.root, self.iteration)
+        if folder is None:
+            return None
+        assert self.root is not None
+        try:
+            return folder, read_baseline(folder, description)
+        except ValueError as problem:
+            if self.rules is None:
+                return None  # nothing is judged, so nothing has to be comparable
+            raise ValueError(
+                f"{str(problem).partition(' -> ')[0]} -> give the same flags; or delete that folder and evaluate the promoted "
+                f"checkpoint {self.root / folder.name} with the new ones; or delete {self.root / BEST_POINTER} to go on "
+                "without a baseline"
+            ) from problem
+
+    def judge(self, results: Sequence[TrialResult], description: Mapping[str, Any]) -> Verdict:
+        """The verdict on finished trials. Raises ValueError as `reference` does."""
+        reference = self.reference(description)
+        folder, trials = (None, None) if reference is None else reference
+        return judge(self.rules, results, trials, None if folder is None else str(folder))
+
+    def record(self, results: Sequence[TrialResult], description: Mapping[str, Any]) -> Verdict:
+        """Judge, write the status, move the best pointer. One evaluation of a --save folder at a time, so that none compares
+        with a checkpoint that is not promoted any more, or overwrites another one's verdict."""
+        assert self.root is not None and self.iteration is not None
+        share = share_of(results)
+        with alone_in(self.root / EVALUATION_FOLDER, "verdict", wait=True):
+            verdict = self.judge(results, description)
+            is_better = verdict.status == "promoted" and self._is_better(results, description)
+            success = share.value if share.trials else None
+            record_verdict(self.root, self.iteration, verdict, success, may_go_back=is_better)
+        return verdict
+
+    def _is_better(self, results: Sequence[TrialResult], description: Mapping[str, Any]) -> bool:
+        """Than the promoted checkpoint, by the exact test; not, where the two cannot be compared."""
+        assert self.root is not None and self.rules is not None
+        promoted = promoted_baseline(self.root, self.iteration)
+        if promoted is None:
+            return False
+        try:
+            return paired_test(results, read_baseline(promoted, description)).p_better < self.rules.alpha
+        except ValueError:
+            return False

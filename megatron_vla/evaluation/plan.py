@@ -8,6 +8,7 @@ import platform
 import zlib
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from megatron_vla.evaluation.environments.interface import (
     Trial,
     environment_backend,
 )
+from megatron_vla.evaluation.gate import Gate, parse_gate
 from megatron_vla.findings import Finding, error
 from megatron_vla.version import __version__
 
@@ -53,6 +55,21 @@ def environment_settings(config: EvaluationConfig, backend: EnvironmentBackend) 
         fast_rendering=config.eval_fast_rendering,
         options=parse_options(config.eval_options),
     )
+
+
+def conditions(
+    config: EvaluationConfig, backend: EnvironmentBackend, settings: EnvironmentSettings, action_horizon: int
+) -> dict[str, Any]:
+    """What two evaluations must have in common to be compared trial by trial, JSON-ready."""
+    return {
+        "environment": backend.name,
+        # None where nothing is unusual: evaluations that were begun before these were told go on.
+        "revision": backend.revision if backend.revision > 1 else None,
+        # Which cameras are rendered changes nothing that happens in a trial.
+        "settings": {name: value for name, value in dataclasses.asdict(settings).items() if name != "cameras"},
+        "seed": config.eval_seed,
+        "replan_interval": config.eval_replan_interval or max(1, action_horizon // 2),
+    }
 
 
 def list_trials(tasks: Sequence[TaskSpec], trials_per_task: int, seed: int, settings: EnvironmentSettings) -> list[Trial]:
@@ -126,13 +143,16 @@ def package_versions(backend: EnvironmentBackend) -> dict[str, str]:
     return versions
 
 
-def plan_findings(config: EvaluationConfig, preprocessor: ServedPreprocessor) -> Iterator[Finding]:
-    """What --eval-interval would stumble over after hours of training: suite, tasks, cameras, widths, rate."""
+def plan_findings(config: EvaluationConfig, preprocessor: ServedPreprocessor, root: Path) -> Iterator[Finding]:
+    """What --eval-interval would stumble over after hours of training: suite, tasks, cameras, widths, rate, and a promoted
+    checkpoint in `root` (--save) that was evaluated differently."""
     try:
         backend = environment_backend(config.eval_environment)
         settings = environment_settings(config, backend)
         backend.tasks(settings)
         compatibility(preprocessor.settings, backend, settings, config)
+        gate = Gate(rules=parse_gate(config.eval_gate), root=root)
+        gate.reference(conditions(config, backend, settings, preprocessor.settings.num_steps))
     except ValueError as problem:
         what, _, fix = str(problem).partition(" -> ")
         yield error("--eval-interval", what, fix or "correct the --eval-* flags")
