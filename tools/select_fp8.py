@@ -32,6 +32,7 @@ from megatron_vla.optimizations.check import FP8_FIELDS
 from megatron_vla.optimizations.fp8_selection import select
 from megatron_vla.optimizations.fp8_timing import Timer, estimated_times, measured_timer
 from megatron_vla.optimizations.fp8_trace import LinearUse, ProductTime, by_product_key, product_times, trace_linears
+from megatron_vla.runner.check import GRAPH_FIELDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,10 +262,14 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def without_fp8(config: RunConfig) -> RunConfig:
-    """The same run in bf16, for tracing: its products by name and its kernels launched one by one."""
-    defaults: dict[str, Any] = {f.name: f.default for f in fields(OptimizationConfig) if f.name in FP8_FIELDS | {"fp8"}}
-    optimization = replace(config.optimization, **defaults, runner="eager")
-    return replace(config, optimization=optimization, given=tuple(n for n in config.given if n not in defaults))
+    """The same run in bf16, for tracing: its products by name and its kernels launched one by one.
+
+    Flags that then mean nothing, which a training would refuse, go with it.
+    """
+    dropped = {"fp8", *FP8_FIELDS, "runner", *GRAPH_FIELDS}
+    defaults = {f.name: f.default for f in fields(OptimizationConfig) if f.name in dropped}
+    given = tuple(name for name in config.given if name not in dropped)
+    return replace(config, optimization=replace(config.optimization, **defaults), given=given)
 
 
 def run_selection(tool: SelectConfig, config: RunConfig, timer: Timer | None = None) -> dict[str, Any]:

@@ -10,21 +10,20 @@ from megatron_vla.findings import Finding, error, warning
 
 NCCL_REGISTER = "NCCL_GRAPH_REGISTER"
 FLAG = "--runner full_iteration_graph"
+# Fields that mean something with a graph runner only, and a value that works.
+GRAPH_FIELDS = {"cuda_graph_warmup_steps": 3, "cuda_graph_max_buckets": 4}
 
 
 def runner_findings(config: RunConfig, world_size: int) -> Iterator[Finding]:
     """All findings about --runner and its flags."""
     optimization, parallel = config.optimization, config.parallel
-    limits = (
-        ("cuda_graph_warmup_steps", optimization.cuda_graph_warmup_steps, 3),
-        ("cuda_graph_max_buckets", optimization.cuda_graph_max_buckets, 4),
-    )
     if optimization.runner == "eager":
-        for name, _, _ in limits:
+        for name in GRAPH_FIELDS:
             if name in config.given:
                 yield error(f"--{name.replace('_', '-')}", "has no effect with --runner eager", f"add {FLAG}, or drop it")
         return
-    for name, value, working in limits:
+    for name, working in GRAPH_FIELDS.items():
+        value = vars(optimization)[name]
         if value < 1:
             # One eager step at least: it makes communicators and library handles, and shows which gradients come when.
             yield error(f"--{name.replace('_', '-')}", f"{value} is not positive", f"for example {working}")

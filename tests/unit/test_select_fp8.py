@@ -185,10 +185,14 @@ def test_the_written_list_is_what_training_converts(tmp_path: Path, capsys: pyte
     assert list(select(FAMILY.skeleton(read), read.optimization, FAMILY).converted) == expected
 
 
-def test_the_traced_step_is_plain_bf16_whatever_the_fp8_flags() -> None:
-    """The flags of the FP8 run are given to the tool; those that mean nothing without --fp8 must not stop its bf16 step."""
-    config = config_of("--fp8", "native", "--fp8-recipe", "delayed", "--fp8-amax-history-len", "4", "--fp8-min-dim", "8")
-    trace = select_fp8.trace_step(select_fp8.without_fp8(config), FAMILY, 1, 1)
+GRAPH = ("--runner", "full_iteration_graph", "--cuda-graph-max-buckets", "8", "--cuda-graph-warmup-steps", "2")
+
+
+@pytest.mark.parametrize("runner", [(), GRAPH], ids=["eager", "graph"])
+def test_the_traced_step_is_plain_bf16_whatever_the_fp8_flags(runner: tuple[str, ...]) -> None:
+    """The flags of the FP8 run are given to the tool; those that mean nothing in its eager bf16 step must not stop it."""
+    fp8 = ("--fp8", "native", "--fp8-recipe", "delayed", "--fp8-amax-history-len", "4", "--fp8-min-dim", "8")
+    trace = select_fp8.trace_step(select_fp8.without_fp8(config_of(*fp8, *runner)), FAMILY, 1, 1)
     assert trace.step_ms > 0 and trace.products
 
 
