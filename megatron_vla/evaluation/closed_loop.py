@@ -108,7 +108,7 @@ def evaluate(
     check(description)
     gl = None
     if backend.uses_mujoco(settings) and find_spec("mujoco") is not None:
-        gl = choose_backend()
+        gl = choose_backend(config.eval_device)
         say(f"rendering with MUJOCO_GL={gl}, fast rendering {'on' if settings.fast_rendering else 'off'}")
     actor: Actor = expert_actor if policy is None else PolicyActor(policy, config.eval_seed, camera_of)
     with alone_in(output, "evaluation"):

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_vla.config.evaluation import EvaluationConfig
 from megatron_vla.evaluation.environments import gymnasium_suite, interface, metaworld_suite
 from megatron_vla.evaluation.environments.interface import EnvironmentSettings, StackedEnvironment, Trial, build_vector
 
 
 def trial(task: str, seed: int = 0, index: int = 0) -> Trial:
     return Trial(task=task, index=index, seed=seed)
+
+
+def test_flag_and_table_name_the_same_simulators() -> None:
+    named = get_args(get_type_hints(EvaluationConfig)["eval_environment"])
+    assert list(named) == list(interface.ENVIRONMENTS)
+    for name in named:
+        assert interface.environment_backend(name).name == name
 
 
 def test_mt10_is_the_official_ten_and_tasks_keep_its_order() -> None:

@@ -30,6 +30,7 @@ BACKENDS = ("egl", "osmesa")
 EGL_VENDOR_VARIABLE = "__EGL_VENDOR_LIBRARY_FILENAMES"
 NVIDIA_EGL = "libEGL_nvidia.so.0"
 EGL_DEVICE_VARIABLE = "MUJOCO_EGL_DEVICE_ID"
+MESA_VENDOR_FILES = tuple(Path(root) / "glvnd/egl_vendor.d/50_mesa.json" for root in ("/etc", "/usr/share"))
 
 INSTALL_HINT = "install one, for example on Debian or Ubuntu: apt-get install -y libegl1 libgl1-mesa-dri   (or: libosmesa6)"
 
@@ -68,28 +69,30 @@ def nvidia_vendor_file() -> Path | None:
     return path
 
 
-def egl_device(environment: Mapping[str, str]) -> str | None:
-    """Number of this process's own GPU for MuJoCo, which otherwise renders on the machine's first; None where nothing says so.
+def egl_device(environment: Mapping[str, str], device: str | None = None) -> str | None:
+    """Number of the GPU for MuJoCo, which otherwise renders on the machine's first; None where nothing says so.
 
+    device: the policy's, as --eval-device names it ("cuda:1"); None: this process's own GPU.
     EGL numbers all GPUs of the machine, whatever CUDA_VISIBLE_DEVICES hides.
     """
     visible = [entry.strip() for entry in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
     local_rank = environment.get("LOCAL_RANK")
+    number = local_rank if device is None else device.partition(":")[2] or "0"
     if not visible:
-        return local_rank
+        return number
     if not all(entry.isdecimal() for entry in visible):
         return None  # names of GPUs or of their parts
-    if len(visible) == 1:
+    if device is None and len(visible) == 1:
         return visible[0]
-    rank = int(local_rank or 0)
-    return visible[rank] if rank < len(visible) else None
+    index = int(number or 0)
+    return visible[index] if index < len(visible) else None
 
 
-def probe_egl() -> str | None:
-    """`probe_backend("egl")` on this process's own GPU, where that is known and renders; the user's choice stays."""
-    device = egl_device(os.environ)
-    if EGL_DEVICE_VARIABLE not in os.environ and device is not None and nvidia_vendor_file() is not None:
-        os.environ[EGL_DEVICE_VARIABLE] = device
+def probe_egl(device: str | None = None) -> str | None:
+    """`probe_backend("egl")` on the GPU of `egl_device`, where that is known and renders; the user's choice stays."""
+    number = None if _is_cpu(device) else egl_device(os.environ, device)
+    if EGL_DEVICE_VARIABLE not in os.environ and number is not None and nvidia_vendor_file() is not None:
+        os.environ[EGL_DEVICE_VARIABLE] = number
         if probe_backend("egl") is None:
             return None
         # A container may number its GPUs in another way: any of them is better than none.
@@ -97,29 +100,40 @@ def probe_egl() -> str | None:
     return probe_backend("egl")
 
 
-def use_nvidia_egl() -> bool:
-    """Point EGL (of this process and its children) at the GPU when it renders there; the user's own setting is left alone."""
-    if EGL_VENDOR_VARIABLE in os.environ or (path := nvidia_vendor_file()) is None:
+def _is_cpu(device: str | None) -> bool:
+    return device is not None and device.partition(":")[0] == "cpu"
+
+
+def use_egl_of(vendor_file: Path | None, device: str | None) -> bool:
+    """Point EGL (of this process and its children) at one driver when it renders; the user's own setting is left alone."""
+    if EGL_VENDOR_VARIABLE in os.environ or vendor_file is None:
         return False
-    os.environ[EGL_VENDOR_VARIABLE] = str(path)
-    if probe_egl() is None:
+    os.environ[EGL_VENDOR_VARIABLE] = str(vendor_file)
+    if probe_egl(device) is None:
         return True
     del os.environ[EGL_VENDOR_VARIABLE]
     return False
 
 
-def choose_backend() -> str:
+def mesa_vendor_file() -> Path | None:
+    """What announces Mesa to EGL, which renders on CPUs; None without it."""
+    return next((path for path in MESA_VENDOR_FILES if path.is_file()), None)
+
+
+def choose_backend(device: str | None = None) -> str:
     """The GL library for MUJOCO_GL: the user's own setting if there is one, else the first candidate that renders.
 
-    EGL is sent to an NVIDIA GPU where one renders, to this process's own if that is known. Raises ValueError with every
-    candidate's own message when nothing renders.
+    device: of the policy (--eval-device). EGL is sent to that NVIDIA GPU, without a device to this process's own if that is
+    known; "cpu" keeps off the GPUs where software renders. Raises ValueError with every candidate's own message when none does.
     """
     asked = os.environ.get("MUJOCO_GL")
-    if asked in (None, "egl") and use_nvidia_egl():
+    nvidia = nvidia_vendor_file()
+    keeps_off = _is_cpu(device) and nvidia is not None
+    if asked in (None, "egl") and use_egl_of(mesa_vendor_file() if keeps_off else nvidia, device):
         return "egl"
     failures = {}
-    for backend in (asked,) if asked else BACKENDS:
-        failure = probe_egl() if backend == "egl" else probe_backend(backend)
+    for backend in (asked,) if asked else reversed(BACKENDS) if keeps_off else BACKENDS:
+        failure = probe_egl(device) if backend == "egl" else probe_backend(backend)
         if failure is None:
             return backend
         failures[backend] = failure
