@@ -267,7 +267,7 @@ def without_fp8(config: RunConfig) -> RunConfig:
     Flags that then mean nothing, which a training would refuse, go with it.
     """
     dropped = {"fp8", *FP8_FIELDS, "runner", *GRAPH_FIELDS}
-    defaults = {f.name: f.default for f in fields(OptimizationConfig) if f.name in dropped}
+    defaults: dict[str, Any] = {f.name: f.default for f in fields(OptimizationConfig) if f.name in dropped}
     given = tuple(name for name in config.given if name not in dropped)
     return replace(config, optimization=replace(config.optimization, **defaults), given=given)
 
