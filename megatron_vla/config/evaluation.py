@@ -46,14 +46,16 @@ class EvaluationConfig:
     eval_check_rate: bool = True
     """Refuse a simulator whose actions per second differ from those of the training data."""
 
-    eval_image_size: int = 224
-    """Side of the rendered pictures in pixels: that of the training data."""
+    eval_image_size: int | None = None
+    """Side of the rendered pictures in pixels. Not set: that of the training data, or 224 where its pictures are not square or
+    the checkpoint does not tell."""
 
     eval_rotate_images: bool | None = None
     """Turn pictures by 180 degrees before the policy sees them. Not set: as the suite's protocol says."""
 
-    eval_fast_rendering: bool = True
-    """No shadows, multisampling or reflections: 5 to 10 times faster on CPUs. As in the training data."""
+    eval_fast_rendering: bool | None = None
+    """No shadows, multisampling or reflections: 5 to 10 times faster on CPUs. Not set: as the training data was recorded, or on
+    where that is not known."""
 
     eval_camera_map: tuple[str, ...] = ()
     """CHECKPOINT_CAMERA=SIMULATOR_CAMERA where the names differ."""

@@ -12,6 +12,7 @@ import numpy as np
 from megatron_vla.data.groot.preprocess import KIND as GROOT
 from megatron_vla.data.groot.preprocess import GrootPreprocessor
 from megatron_vla.data.preprocess import MIXTURE_FILE, Preprocessor, read_preprocessing
+from megatron_vla.data.recorded_pictures import RecordedPictures
 
 KINDS: dict[str, Any] = {GROOT: GrootPreprocessor}
 
@@ -56,6 +57,8 @@ class ServedPreprocessor(Protocol):
 
     @property
     def settings(self) -> ServedSettings: ...
+    @property
+    def pictures(self) -> RecordedPictures | None: ...
 
     def preprocess_observation(self, images: Mapping[str, np.ndarray], state_D: np.ndarray, instruction: str) -> dict[str, Any]:
         """Arrays of the model's inputs, by the code that training uses. Raises ValueError for what the observation lacks."""

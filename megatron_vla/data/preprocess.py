@@ -22,6 +22,7 @@ from megatron_vla.data.image import ImageResize, empty_image, write_view
 from megatron_vla.data.normalization import Normalization, NormalizationVariant
 from megatron_vla.data.packing import SampleSize
 from megatron_vla.data.prompt import SentencePieceTokenizer, pad_prompts, prompts_ids
+from megatron_vla.data.recorded_pictures import PICTURES_KEY, RecordedPictures
 from megatron_vla.data.statistics import Statistics
 from megatron_vla.data.transforms import absolute_to_delta, action_loss_mask, delta_to_absolute, pad_last_dim
 
@@ -91,10 +92,20 @@ class PreprocessSettings:
 
 
 class Preprocessor:
-    """Raw sample -> arrays named as the fields of Batch, without the batch dimension; and model actions -> physical actions."""
+    """Raw sample -> arrays named as the fields of Batch, without the batch dimension; and model actions -> physical actions.
 
-    def __init__(self, settings: PreprocessSettings, statistics: Statistics, tokenizer: SentencePieceTokenizer) -> None:
+    pictures: what the training data says of its pictures; None: not known.
+    """
+
+    def __init__(
+        self,
+        settings: PreprocessSettings,
+        statistics: Statistics,
+        tokenizer: SentencePieceTokenizer,
+        pictures: RecordedPictures | None = None,
+    ) -> None:
         self.settings = settings
+        self.pictures = pictures
         self.statistics = statistics
         self.tokenizer = tokenizer
         mode, variant = settings.normalization, settings.normalization_variant
@@ -244,6 +255,7 @@ class Preprocessor:
         return {
             "format_version": FORMAT_VERSION,
             "settings": dataclasses.asdict(self.settings),
+            PICTURES_KEY: None if self.pictures is None else self.pictures.to_dict(),
             "statistics": self.statistics.to_dict(),
         }
 
@@ -261,7 +273,8 @@ class Preprocessor:
                 f"{where}: missing settings {missing}, unknown settings {extra}; made by another version of this project"
             )
         statistics = Statistics.from_dict(content["statistics"], where)
-        return Preprocessor(PreprocessSettings(**given), statistics, SentencePieceTokenizer(tokenizer_bytes))
+        pictures = RecordedPictures.from_dict(content.get(PICTURES_KEY))
+        return Preprocessor(PreprocessSettings(**given), statistics, SentencePieceTokenizer(tokenizer_bytes), pictures)
 
     def save(self, folder: Path) -> None:
         """Write preprocessing.json, statistics.json and tokenizer.model into an existing folder."""

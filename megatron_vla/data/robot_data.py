@@ -22,6 +22,7 @@ from megatron_vla.data.episode_table import EpisodeTable, Feature
 from megatron_vla.data.locator import has_complete_chunk
 from megatron_vla.data.preprocess import Preprocessor, PreprocessSettings
 from megatron_vla.data.prompt import SentencePieceTokenizer, check_prompt_lengths, load_tokenizer, longest_prompts
+from megatron_vla.data.recorded_pictures import recorded_pictures
 from megatron_vla.data.sample_shape import SampleShape, dimension_labels
 from megatron_vla.data.statistics import SANITY_SAMPLES, Statistics, range_table
 from megatron_vla.data.statistics_pass import (
@@ -332,7 +333,8 @@ def finish_robot_data(
     layout = layout or opened.layout
     assert layout is not None
     shared = cameras.arranged(layout.views, layout.num_images)
-    preprocessor = Preprocessor(_settings(config, dataset, shared, transform, layout.state_dim), statistics, tokenizer)
+    settings = _settings(config, dataset, shared, transform, layout.state_dim)
+    preprocessor = Preprocessor(settings, statistics, tokenizer, recorded_pictures(dataset.table, dataset.cameras))
     ranges, range_findings = range_table(
         sanity_rows(preprocessor, dataset, transform, samples), opened.columns.names, config.data.max_out_of_range_fraction
     )

@@ -30,6 +30,7 @@ from megatron_vla.evaluation.plan import (
     environment_settings,
     list_trials,
     package_versions,
+    picture_findings,
     simulator_cameras,
 )
 from megatron_vla.evaluation.policy import Policy
@@ -86,13 +87,16 @@ def evaluate(
     description then, and may raise too.
     """
     backend = environment_backend(config.eval_environment)
-    settings = environment_settings(config, backend)
+    data = policy.preprocessor.pictures if policy is not None else None
+    settings = environment_settings(config, backend, data)
     tasks = backend.tasks(settings)
     if policy is None and not backend.has_expert:
         raise ValueError(f"--policy expert: {backend.name} has no scripted expert")
     camera_of: dict[str, str] = {}
     if policy is not None:
         compatibility(policy.preprocessor.settings, backend, settings, config)
+        for finding in picture_findings(settings, backend, data):
+            say(str(finding))
         camera_of = simulator_cameras(policy.camera_keys, config)
         settings = dataclasses.replace(settings, cameras=tuple(dict.fromkeys(camera_of.values())))
     shared = conditions(config, backend, settings, policy.action_horizon if policy else 16)

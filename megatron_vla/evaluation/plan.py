@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_vla.config.evaluation import EvaluationConfig
 from megatron_vla.data.load_preprocessor import ServedPreprocessor, ServedSettings
+from megatron_vla.data.recorded_pictures import RecordedPictures
 from megatron_vla.evaluation.environments.interface import (
     EnvironmentBackend,
     EnvironmentSettings,
@@ -23,7 +24,7 @@ from megatron_vla.evaluation.environments.interface import (
     environment_backend,
 )
 from megatron_vla.evaluation.gate import Gate, parse_gate
-from megatron_vla.findings import Finding, error
+from megatron_vla.findings import Finding, error, warning
 from megatron_vla.version import __version__
 
 
@@ -41,18 +42,25 @@ def parse_options(entries: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def environment_settings(config: EvaluationConfig, backend: EnvironmentBackend) -> EnvironmentSettings:
-    """Flags -> what decides how a trial looks."""
+def environment_settings(
+    config: EvaluationConfig, backend: EnvironmentBackend, data: RecordedPictures | None = None
+) -> EnvironmentSettings:
+    """Flags -> what decides how a trial looks. data: of the policy; how its pictures look unless flags say otherwise."""
+    side, fast_rendering = config.eval_image_size, config.eval_fast_rendering
+    if side is None:
+        side = (data.side if data is not None else None) or EnvironmentSettings.image_size
+    if fast_rendering is None and data is not None and data.environment == backend.name:
+        fast_rendering = data.fast_rendering
     return EnvironmentSettings(
         suite=backend.suites[0] if config.eval_suite is None else config.eval_suite,
         tasks=config.eval_tasks,
-        image_size=config.eval_image_size,
+        image_size=side,
         action_repeat=config.eval_action_repeat,
         max_steps=config.eval_max_steps,
         wait_steps=config.eval_wait_steps,
         initial_states=config.eval_initial_states,
         rotate_images=config.eval_rotate_images,
-        fast_rendering=config.eval_fast_rendering,
+        fast_rendering=EnvironmentSettings.fast_rendering if fast_rendering is None else fast_rendering,
         options=parse_options(config.eval_options),
     )
 
@@ -70,6 +78,26 @@ def conditions(
         "seed": config.eval_seed,
         "replan_interval": config.eval_replan_interval or max(1, action_horizon // 2),
     }
+
+
+def picture_findings(
+    settings: EnvironmentSettings, backend: EnvironmentBackend, data: RecordedPictures | None
+) -> Iterator[Finding]:
+    """Warnings about pictures that differ from those that the policy was trained on: it may still act, but worse."""
+    if data is None:
+        return
+    if data.side is not None and data.side != settings.image_size:
+        what = f"renders pictures of {settings.image_size} pixels; those of the training data have {data.side}"
+        yield warning(f"--eval-image-size {settings.image_size}", what, "leave the flag out to render as in the training data")
+    if data.environment != backend.name:
+        return
+    if data.fast_rendering is not None and data.fast_rendering != settings.fast_rendering:
+        on_off = {True: "on", False: "off"}
+        what = f"is {on_off[settings.fast_rendering]}; the training data was recorded with it {on_off[data.fast_rendering]}"
+        yield warning("--eval-fast-rendering", what, "leave the flag out to render as in the training data")
+    if data.revision is not None and data.revision != backend.revision:
+        what = f"{backend.name} is revision {backend.revision} here; the training data was recorded with {data.revision}"
+        yield warning("--eval-environment", what, "record the demonstrations again and train on them, or expect less success")
 
 
 def list_trials(tasks: Sequence[TaskSpec], trials_per_task: int, seed: int, settings: EnvironmentSettings) -> list[Trial]:
@@ -148,9 +176,10 @@ def plan_findings(config: EvaluationConfig, preprocessor: ServedPreprocessor, ro
     checkpoint in `root` (--save) that was evaluated differently."""
     try:
         backend = environment_backend(config.eval_environment)
-        settings = environment_settings(config, backend)
+        settings = environment_settings(config, backend, preprocessor.pictures)
         backend.tasks(settings)
         compatibility(preprocessor.settings, backend, settings, config)
+        yield from picture_findings(settings, backend, preprocessor.pictures)
         gate = Gate(rules=parse_gate(config.eval_gate), root=root)
         gate.reference(conditions(config, backend, settings, preprocessor.settings.num_steps))
     except ValueError as problem:

@@ -49,7 +49,9 @@ def prepare(config: RunConfig, family: ModelFamily, world_size: int) -> tuple[Ch
     if config.evaluation.eval_interval is not None:
         assert config.checkpoint.save is not None, "checked above"
         acting = acting_part(supply.preprocessor, config.evaluation.eval_dataset)
-        raise_errors(list(plan_findings(config.evaluation, acting, Path(config.checkpoint.save))))
+        planned = list(plan_findings(config.evaluation, acting, Path(config.checkpoint.save)))
+        print_once(*(f for f in planned if f.severity == "warning"))
+        raise_errors(planned)
     order = order_findings(resume, supply.order_hash, config)
     print_once(*(f for f in order if f.severity == "warning"))
     raise_errors(order)

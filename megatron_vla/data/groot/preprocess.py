@@ -27,6 +27,7 @@ from megatron_vla.data.groot.state_action import StateActionOptions, StateAction
 from megatron_vla.data.groot.statistics import KeyStream, key_statistics
 from megatron_vla.data.groot.tokenizer import BytePairTokenizer
 from megatron_vla.data.preprocess import read_preprocessing, write_preprocessing
+from megatron_vla.data.recorded_pictures import PICTURES_KEY, RecordedPictures
 from megatron_vla.data.sample_shape import KeyPlace, SampleShape, dimension_labels
 from megatron_vla.data.statistics import Statistics
 from megatron_vla.data.transforms import pad_last_dim
@@ -161,11 +162,19 @@ class GrootPreprocessSettings:
 class GrootPreprocessor:
     """Raw sample -> arrays as models/groot_n1_7/assemble.py takes them, without draws; and model actions -> physical actions.
 
-    keep_pictures: training samples carry resized pictures in place of patch rows, for augmentation.
+    keep_pictures: training samples carry resized pictures in place of patch rows, for augmentation. pictures: what the training
+    data says of its pictures; None: not known.
     """
 
-    def __init__(self, settings: GrootPreprocessSettings, statistics: Statistics, tokenizer: BytePairTokenizer) -> None:
+    def __init__(
+        self,
+        settings: GrootPreprocessSettings,
+        statistics: Statistics,
+        tokenizer: BytePairTokenizer,
+        pictures: RecordedPictures | None = None,
+    ) -> None:
         self.settings = settings
+        self.pictures = pictures
         self.statistics = statistics
         self.tokenizer = tokenizer
         self.keep_pictures = False
@@ -313,6 +322,7 @@ class GrootPreprocessor:
             "kind": KIND,
             "format_version": FORMAT_VERSION,
             "settings": self.settings.to_dict(),
+            PICTURES_KEY: None if self.pictures is None else self.pictures.to_dict(),
             "statistics": self.statistics.to_dict(),
         }
 
@@ -323,7 +333,8 @@ class GrootPreprocessor:
             raise ValueError(f"{where}: preprocessing of another model family")
         settings = GrootPreprocessSettings.from_dict(content["settings"], where)
         statistics = Statistics.from_dict(content["statistics"], where)
-        return GrootPreprocessor(settings, statistics, BytePairTokenizer(tokenizer_bytes))
+        pictures = RecordedPictures.from_dict(content.get(PICTURES_KEY))
+        return GrootPreprocessor(settings, statistics, BytePairTokenizer(tokenizer_bytes), pictures)
 
     def save(self, folder: Path) -> None:
         """Write preprocessing.json, statistics.json and the tokenizer into an existing folder."""

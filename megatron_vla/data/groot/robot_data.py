@@ -30,6 +30,7 @@ from megatron_vla.data.groot.statistics import (
     read_released,
 )
 from megatron_vla.data.groot.tokenizer import BytePairTokenizer, load_chat_tokenizer
+from megatron_vla.data.recorded_pictures import recorded_pictures
 from megatron_vla.data.robot_data import (
     OpenedColumns,
     PreparedData,
@@ -135,7 +136,8 @@ def finish_robot_data(
     if statistics is None or opened.tokenizer is None:
         raise CheckError(findings)
     try:
-        preprocessor = GrootPreprocessor(_settings(config, robot, dataset), statistics, opened.tokenizer)
+        pictures = recorded_pictures(dataset.table, dataset.cameras)
+        preprocessor = GrootPreprocessor(_settings(config, robot, dataset), statistics, opened.tokenizer, pictures)
     except ValueError as problem:
         raise CheckError([*findings, error("--statistics-path", str(problem), opened.command)]) from problem
     preprocessor.keep_pictures = config.data.augmentation != "none"
