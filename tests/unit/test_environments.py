@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from megatron_vla.config.evaluation import EvaluationConfig
 from megatron_vla.evaluation.environments import gymnasium_suite, interface, metaworld_suite
 from megatron_vla.evaluation.environments.interface import EnvironmentSettings, StackedEnvironment, Trial, build_vector
+from megatron_vla.evaluation.rollout import ActRequest, Rollout, RolloutSettings
 
 
 def trial(task: str, seed: int = 0, index: int = 0) -> Trial:
@@ -159,6 +161,28 @@ def test_pusht_runs_from_its_preset() -> None:
     np.testing.assert_allclose(result.observation.state_D, goal, atol=8)
     assert not result.succeeded and environment.picture().dtype == np.uint8
     environment.close()
+
+
+@pytest.mark.simulator
+def test_pusht_runs_in_a_simulator_process() -> None:
+    """A real Gymnasium environment through the rollout: the worker imports it, sends pictures and obeys the actions."""
+    pytest.importorskip("gym_pusht")
+    settings = EnvironmentSettings(suite="gym_pusht:gym_pusht/PushT-v0", max_steps=20)
+    tasks = gymnasium_suite.tasks(settings)
+    seen: list[np.ndarray] = []
+
+    def act(requests: Sequence[ActRequest]) -> list[np.ndarray]:
+        for request in requests:
+            assert request.observation.images["observation.image"].shape == (96, 96, 3)
+            seen.append(request.observation.state_D)
+        return [np.full((10, 2), 256.0, np.float32) for _ in requests]
+
+    rollout = Rollout(gymnasium_suite.BACKEND, settings, tasks, RolloutSettings(replan_interval=10, num_workers=1), act)
+    (result,) = rollout.run([trial(tasks[0].name, seed=3)])
+    assert (result.error, result.succeeded, result.num_steps) == (None, False, 20) and len(seen) == 2
+    # Ten steps of a tenth of a second later the agent is where the actions send it: in the middle.
+    assert np.abs(seen[0] - 256).max() > 20
+    np.testing.assert_allclose(seen[1], 256, atol=8)
 
 
 def test_stacked_simulators_step_only_active_slots() -> None:
