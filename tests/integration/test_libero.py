@@ -112,6 +112,30 @@ def test_expert_solves_an_official_start(suite: LiberoSuite) -> None:
     assert succeeded, "the bowl is not on the plate"
 
 
+@pytest.mark.parametrize(("name", "number"), [("libero_goal", 0), ("libero_10", 3)])
+def test_the_other_suites_begin_in_official_states_and_step(name: str, number: int, gl_backend: str) -> None:
+    """The simulator's time, positions and velocities are those of the published vector; the hand goes where it is sent."""
+    settings = EnvironmentSettings(suite=name, image_size=64, wait_steps=0)
+    environment = libero_suite.build(settings)
+    task = SUITES[name][number]
+    first = environment.reset(Trial(task=task, index=0, seed=11, initial_state=7))
+    assert environment.task is not None
+    data, official = environment.task.data, environment.task.initial_states
+    assert official.shape == (50, 1 + data.qpos.size + data.qvel.size)
+    np.testing.assert_array_equal(np.concatenate([[data.time], data.qpos, data.qvel]), official[7])
+    np.testing.assert_array_equal(first.state_D[6:], official[7][8:10].astype(np.float32))  # time, seven joints, two fingers
+    assert first.instruction == libero_suite.tasks(settings)[number].instruction and "SCENE" not in first.instruction
+    for _ in range(4):
+        result = environment.step(SHIFT_A)
+    moved_3 = result.observation.state_D[:3] - first.state_D[:3]
+    assert moved_3[0] > 0.002 and moved_3[1] > 0.002 and moved_3[2] < -0.01 and np.abs(moved_3).max() < 0.05
+    # SHIFT_A closes the fingers.
+    assert not result.succeeded and result.observation.state_D[6] < first.state_D[6] - 0.004
+    for camera in CAMERAS:
+        assert (result.observation.images[camera] != first.images[camera]).any()
+    environment.close()
+
+
 def test_other_suites_have_no_expert(gl_backend: str) -> None:
     environment = libero_suite.build(EnvironmentSettings(suite="libero_goal"))
     with pytest.raises(ValueError, match="libero_goal has no scripted expert"):
