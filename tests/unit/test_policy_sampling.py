@@ -15,7 +15,10 @@ from evaluation_fixtures import opened_up, random_observation, train_checkpoint
 from torch import Tensor, nn
 
 from megatron_vla.evaluation import policy as policy_module
+from megatron_vla.evaluation.closed_loop import PolicyActor
+from megatron_vla.evaluation.environments.interface import Trial
 from megatron_vla.evaluation.policy import Policy, PolicySettings, PolicyTimes, check_finite, load_policy, open_checkpoint
+from megatron_vla.evaluation.rollout import ActRequest
 from megatron_vla.evaluation.sampling import ActionSampler
 from megatron_vla.optimizations import compile as compile_optimization
 from megatron_vla.training.checkpoint_folder import CheckpointFolder
@@ -134,6 +137,11 @@ def test_actions_that_are_no_numbers_are_refused(folder: CheckpointFolder, monke
     observations, noise = [random_observation(k) for k in range(3)], [policy.noise(0, k, 0) for k in range(3)]
     with pytest.raises(ValueError, match=r"observation 1 \('Open a drawer'\): 24 of 24 predicted numbers are NaN or infinite"):
         policy.infer(observations, noise)
+    # An evaluation ends with it: no trial is counted as a failure.
+    trial = Trial(task="drawer-open-v3", index=0, seed=0)
+    actor = PolicyActor(policy, 0, {key: key for key in policy.camera_keys})
+    with pytest.raises(ValueError, match="predicted numbers are NaN or infinite"):
+        actor([ActRequest(trial, observation, 0) for observation in observations])
     arrays = [policy.preprocess(observation) for observation in observations]
     chunks = policy.infer_prepared(arrays, [o.state_D for o in observations], noise)
     assert [bool(np.isfinite(chunk).all()) for chunk in chunks] == [True, False, True] and chunks[1].shape == (6, 4)
