@@ -300,19 +300,9 @@ def _kept(output: Path) -> dict[str, dict[str, Any]]:
 
 
 def _commit() -> str | None:
-    """The checked-out git commit, with "+" when code differs from it; None outside of a git checkout."""
-    root = Path(__file__).resolve().parents[1]
+    from megatron_vla.version import git_commit
 
-    def git(*words: str) -> str:
-        result = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True)
-        return result.stdout.strip()
-
-    try:
-        # Results that are rewritten after each rung are no change of what is measured.
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "*.cu", "*.cuh")
-        return git("rev-parse", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    return git_commit(Path(__file__).resolve().parents[1])
 
 
 def _kept_otherwise(rung: dict[str, Any], arguments: argparse.Namespace) -> list[str]:

@@ -2,8 +2,9 @@
 
     python tools/compare_loss.py --reference bf16/logs --candidate fp8/logs --min-correlation 0.9997 --max-mean-error 0.006
 
-A run is a metrics.jsonl (or the folder with one), or a rung of a benchmark: FILE.json#RUNG. Exit status: 0 all thresholds hold,
-1 one does not, 2 the runs cannot be compared.
+A run is a metrics.jsonl (or the folder with one), or a rung of a benchmark: FILE.json#RUNG. The written JSON says what both
+runs were (command, GPU, versions: from run.json beside metrics.jsonl, or from the benchmark) and which flags they share.
+Exit status: 0 all thresholds hold, 1 one does not, 2 the runs cannot be compared.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -21,6 +23,7 @@ import numpy as np
 
 from megatron_vla.config.cli import StrictParser, add_section, build_section
 from megatron_vla.training.logging import METRICS_FILE
+from megatron_vla.training.run_record import read_starts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +108,69 @@ def read_losses(run: str) -> dict[int, float]:
     return losses
 
 
+def read_record(run: str) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """(what the run was: command, GPU, versions, ...; its flags), None each where that was not recorded.
+
+    `run` has been read by `read_losses`. Of a run that was resumed, the last start, with the `earlier_starts`.
+    """
+    name, _, rung = run.partition("#")
+    path = Path(name)
+    if path.suffix == ".json":
+        benchmark = json.loads(path.read_text())
+        entry = next(entry for entry in benchmark["rungs"] if entry["name"] == rung)
+        from_rung = {key: entry[key] for key in ("gpu", "card", "commit", "environment") if key in entry}
+        known = {key: benchmark[key] for key in ("command", "gpu", "date", "versions") if key in benchmark} | from_rung
+        return known or None, flags_of_words(entry["flags"]) if "flags" in entry else None
+    starts = read_starts(path if path.is_dir() else path.parent)
+    if not starts:
+        return None, None
+    *earlier, last = starts
+    record = {key: value for key, value in last.items() if key != "flags"}
+    return {**record, **({"earlier_starts": earlier} if earlier else {})}, last["flags"]
+
+
+def flags_of_words(words: Sequence[str]) -> dict[str, Any]:
+    """A command line as run.json has it: flag -> value. The last one of a repeated flag counts."""
+    flags: dict[str, Any] = {}
+    for flag, values in _grouped(words):
+        if values:
+            flags[flag] = values[0] if len(values) == 1 else values
+        else:
+            flags["--" + flag.removeprefix("--no-").removeprefix("--")] = not flag.startswith("--no-")
+    return flags
+
+
+def _grouped(words: Sequence[str]) -> list[tuple[str, list[Any]]]:
+    groups: list[tuple[str, list[Any]]] = []
+    for word in words:
+        if word.startswith("--"):
+            groups.append((word, []))
+        elif groups:
+            groups[-1][1].append(_value(word))
+    return groups
+
+
+def _value(word: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
+
+
+def compare_flags(reference: Mapping[str, Any], candidate: Mapping[str, Any]) -> dict[str, Any]:
+    """{"common": flag -> value, "different": flag -> {"reference": value, "candidate": value}}; None: not given."""
+    names = sorted(reference.keys() | candidate.keys())
+    pairs = {name: (reference.get(name), candidate.get(name)) for name in names}
+    return {
+        "common": {name: ours for name, (ours, theirs) in pairs.items() if ours == theirs},
+        "different": {
+            name: {"reference": ours, "candidate": theirs} for name, (ours, theirs) in pairs.items() if ours != theirs
+        },
+    }
+
+
 def common_iterations(reference: Mapping[int, float], candidate: Mapping[int, float]) -> list[int]:
     """What both runs have, ascending."""
     return sorted(reference.keys() & candidate.keys())
@@ -169,6 +235,7 @@ def main(arguments: Sequence[str]) -> int:
             for run in (config.reference, config.candidate)
         )
         figures = compare(reference, candidate)
+        records = [read_record(run) for run in (config.reference, config.candidate)]
     except ValueError as problem:
         print(f"cannot compare: {problem}", file=sys.stderr)
         return 2
@@ -184,6 +251,9 @@ def main(arguments: Sequence[str]) -> int:
         path = Path(config.output)
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {**asdict(figures), "reference": config.reference, "candidate": config.candidate, "failed": violations}
+        content["runs"] = {"reference": records[0][0], "candidate": records[1][0]}
+        flags = [given for _, given in records if given is not None]
+        content["flags"] = compare_flags(*flags) if len(flags) == 2 else None
         common = common_iterations(reference, candidate)
         losses = {name: [run[i] for i in common] for name, run in (("reference", reference), ("candidate", candidate))}
         content["losses"] = {"iteration": common, **losses}

@@ -105,7 +105,8 @@ class LoggingConfig:
     """Iterations between log lines; metrics are read from the device only then."""
 
     log_dir: str | None = None
-    """Folder of metrics.jsonl, plots and the first-batch report. Not set: SAVE/logs when --save is given, else nothing."""
+    """Folder of metrics.jsonl, run.json (what the run was), plots and the first-batch report. Not set: SAVE/logs when --save is
+    given, else nothing."""
 
     tensorboard: bool = False
     """Also write TensorBoard event files to LOG_DIR/tensorboard."""

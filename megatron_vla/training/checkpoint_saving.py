@@ -11,13 +11,11 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import platform
 import shutil
 import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,7 @@ from megatron_vla.training.distributed_checkpoint import (
 )
 from megatron_vla.training.tensor_file import write_tensors
 from megatron_vla.training.tensor_parts import Piece, StoredTensor, assign_writers, holdings, only_written
-from megatron_vla.version import __version__
+from megatron_vla.version import code_versions
 
 # Network file systems show new files to other hosts with a delay.
 SHARED_FOLDER_SECONDS = 30.0
@@ -53,15 +51,6 @@ class Snapshot:
     parts: dict[str, StoredTensor]
     random_states: dict[str, Tensor] | None
     state: dict[str, Any] | None
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "megatron_vla": __version__,
-        "megatron_core": version("megatron-core"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def _state_json(
@@ -92,7 +81,7 @@ def _state_json(
         },
         "order_hash": order_hash,
         "has_average": state.average is not None,
-        "versions": _versions(),
+        "versions": code_versions(),
         "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 

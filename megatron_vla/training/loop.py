@@ -32,6 +32,7 @@ from megatron_vla.training.evaluation_jobs import EvaluationJobs
 from megatron_vla.training.logging import Position, RunLogger, WindowTiming, window_record
 from megatron_vla.training.metrics import MetricWindow, peak_memory_gib
 from megatron_vla.training.nonfinite import diagnose
+from megatron_vla.training.run_record import record_start
 from megatron_vla.training.signals import StopSignals
 
 
@@ -84,6 +85,8 @@ def train(run: TrainingRun) -> EvaluationJobs | None:
     """
     state, groups = run.state, run.groups
     logger = RunLogger(run.config, state.iteration) if groups.is_main else None
+    if logger is not None and logger.folder is not None:
+        record_start(logger.folder, run.config, groups, state.iteration)
     evaluations: EvaluationJobs | None = None
     try:
         with StopSignals(groups) as signals:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -124,28 +123,3 @@ def test_utilisation_is_of_the_bf16_peak() -> None:
                 checked += rung["precision"] == "fp8"
     assert checked
     assert benchmark._utilisation(1e12, 1.0, "none (CPU)")["mfu"] is None
-
-
-def test_the_commit_is_that_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A + for changed code, not for results; None outside of git."""
-    monkeypatch.undo()
-    (tmp_path / "tools").mkdir()
-    monkeypatch.setattr(benchmark, "__file__", str(tmp_path / "tools" / "benchmark.py"))
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert benchmark._commit() is None
-    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", *identity, *words], cwd=tmp_path, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    for name in ("code.py", "result.json"):
-        (tmp_path / name).write_text("1\n")
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-q", "-m", "first")
-    (tmp_path / "result.json").write_text("2\n")
-    assert benchmark._commit() == git("rev-parse", "HEAD")
-    (tmp_path / "code.py").write_text("2\n")
-    assert benchmark._commit() == git("rev-parse", "HEAD") + "+"
