@@ -1,4 +1,4 @@
-"""Fused kernels, one folder each: csrc/, op.py, reference.py, README.md, and for some a benchmark.py. Their tests: tests/gpu."""
+"""Fused kernels, one folder each: csrc/, op.py, reference.py, README.md, for some a benchmark.py. Their tests: tests/gpu."""
 
 from __future__ import annotations
 
