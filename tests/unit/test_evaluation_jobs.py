@@ -19,6 +19,7 @@ from training_fixtures import tiny_config
 from megatron_vla.config.run import RunConfig
 from megatron_vla.file_lock import alone_in, is_held
 from megatron_vla.models.registry import model_family
+from megatron_vla.parallel.groups import shut_down
 from megatron_vla.training import evaluation_jobs, loop
 from megatron_vla.training.checkpoint_folder import in_use_file, remove_old
 from megatron_vla.training.evaluation_jobs import EvaluationJobs
@@ -183,6 +184,8 @@ def test_a_training_that_is_stopped_or_fails_ends_its_evaluation(
         training_session(run_config(tmp_path), model_family("pi05")) as session,
     ):
         train(session)
+    if reason == "error":  # a session that fails leaves the groups to the end of the process
+        shut_down()
     (jobs,) = made
     monkeypatch.undo()
     assert processes[-1].wait(60) == -signal.SIGTERM

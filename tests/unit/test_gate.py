@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,8 @@ class Striding:
     """In place of a policy: half a unit a step, and the costs of two calls."""
 
     action_horizon = 4
+    camera_keys = ()
+    preprocessor = SimpleNamespace(settings=None, pictures=None)
 
     def __call__(self, requests: Sequence[ActRequest]) -> list[np.ndarray]:
         return [np.full((4, 1), 0.5, np.float32) for _ in requests]
@@ -164,7 +167,6 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointFol
     monkeypatch.setattr(closed_loop, "PolicyActor", lambda policy, *arguments: policy)
     monkeypatch.setattr(closed_loop, "compatibility", lambda *arguments: None)
     monkeypatch.setattr(closed_loop, "simulator_cameras", lambda *arguments: {})
-    Striding.preprocessor = Striding.camera_keys = type("Stored", (), {"settings": None})  # type: ignore[attr-defined]
     (tmp_path / "save/iter_0000002").mkdir(parents=True)
     return CheckpointFolder(tmp_path / "save/iter_0000002", {"iteration": 2})
 
