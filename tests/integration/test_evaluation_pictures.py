@@ -73,7 +73,7 @@ def test_an_evaluation_on_other_pictures_says_so(
 ) -> None:
     """All that differs, with both values, before any simulator starts; what is not given is as in the data."""
 
-    def stop() -> str:
+    def stop(*_: object) -> str:
         raise ValueError("stop here")
 
     monkeypatch.setattr(closed_loop, "choose_backend", stop)
