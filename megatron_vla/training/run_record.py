@@ -25,7 +25,7 @@ RUN_FILE = "run.json"
 
 def given_flags(config: RunConfig) -> dict[str, Any]:
     """Flag -> value (true or false for a switch, a tuple of several values) of the flags that were given."""
-    values = {name: value for section in (*SECTIONS, "family") for name, value in vars(getattr(config, section)).items()}
+    values = {name: value for section in (*SECTIONS, "family") for name, value in vars(vars(config)[section]).items()}
     # One of several values as if there could only be one: nobody can tell from a command line.
     single = {name: value[0] for name, value in values.items() if isinstance(value, tuple) and len(value) == 1}
     return {flag_name(name): single.get(name, values[name]) for name in config.given}
