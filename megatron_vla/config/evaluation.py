@@ -79,7 +79,7 @@ class EvaluationConfig:
     """Format of the videos; each stays below 500 kB. mp4 needs the package av."""
 
     eval_device: str | None = None
-    """Device of the policy (cuda:1, cpu). Not set: a GPU if there is one."""
+    """Device of the policy, which the simulators render on too (cuda:1; cpu: in software). Not set: a GPU if there is one."""
 
     eval_weights: Literal["auto", "average", "raw"] = "auto"
     """Which weights act: their average (--ema-decay), the raw ones, or (auto) the average where the checkpoint has it."""
