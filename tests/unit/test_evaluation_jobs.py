@@ -150,7 +150,7 @@ def test_training_goes_on_while_its_evaluation_lives(tmp_path: Path, monkeypatch
     assert [line["iteration"] for line in lines if "evaluation" in line] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("reason", ["signal", "error"])
+@pytest.mark.parametrize("reason", ["signal of another rank", "signal after the last step", "error"])
 def test_a_training_that_is_stopped_or_fails_ends_its_evaluation(
     jobs_of: Callable[[], EvaluationJobs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
@@ -158,11 +158,11 @@ def test_a_training_that_is_stopped_or_fails_ends_its_evaluation(
 
     def poll(self: StopSignals) -> bool:
         polls.append(self)
-        if len(polls) == 3 and reason == "signal":
+        if len(polls) == 3 and reason == "signal after the last step":
             os.kill(os.getpid(), signal.SIGTERM)
-        elif len(polls) == 3:
+        elif len(polls) == 3 and reason == "error":
             raise RuntimeError("the disk is full")
-        return self.received is not None
+        return len(polls) == 3 and reason == "signal of another rank"
 
     class Watched(EvaluationJobs):
         def __init__(self, *arguments: Any) -> None:
@@ -180,7 +180,7 @@ def test_a_training_that_is_stopped_or_fails_ends_its_evaluation(
     monkeypatch.setattr(loop, "EvaluationJobs", Watched)
     monkeypatch.setattr("megatron_vla.training.session.prepare", prepared_without_a_simulator)
     with (
-        nullcontext() if reason == "signal" else pytest.raises(RuntimeError, match="the disk is full"),
+        pytest.raises(RuntimeError, match="the disk is full") if reason == "error" else nullcontext(),
         training_session(run_config(tmp_path), model_family("pi05")) as session,
     ):
         train(session)
@@ -191,7 +191,7 @@ def test_a_training_that_is_stopped_or_fails_ends_its_evaluation(
     assert processes[-1].wait(60) == -signal.SIGTERM
     "".join(jobs.finish())
     marks = [i for i in (1, 2, 3) if in_use_file(tmp_path, i).exists()]
-    assert marks == ([1, 2, 3] if reason == "signal" else [1, 2]) and (tmp_path / "started").read_text() == "1"
+    assert marks == ([1, 2] if reason == "error" else [1, 2, 3]) and (tmp_path / "started").read_text() == "1"
 
 
 def prepared_without_a_simulator(config: RunConfig, family: Any, world_size: int) -> Any:
