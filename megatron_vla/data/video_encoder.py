@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,24 @@ ENCODERS: dict[str, tuple[str, int, dict[str, str]]] = {
 def fps_fraction(fps: float) -> Fraction:
     """Exact rate: 29.97 becomes 2997/100, integers stay integers."""
     return Fraction(fps).limit_denominator(100_000)
+
+
+@contextmanager
+def kept_scheduling() -> Iterator[None]:
+    """This thread, and those that are started meanwhile, have its scheduling policy afterwards.
+
+    When root opens an encoder, SVT-AV1 makes the calling thread and its own ones real-time (SCHED_FIFO, priority 99), for good:
+    with two such processes on two cores everything else on the machine waited, and a test suite took twice its time.
+    """
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    before = set(os.listdir("/proc/self/task"))
+    try:
+        yield
+    finally:
+        started = set(os.listdir("/proc/self/task")) - before
+        for thread in (threading.get_native_id(), *map(int, started)):
+            with suppress(ProcessLookupError):  # it has ended
+                os.sched_setscheduler(thread, policy, parameters)
 
 
 class VideoEncoder:
@@ -71,6 +92,8 @@ class VideoEncoder:
         context.width, context.height, context.pix_fmt = width, height, "yuv420p"
         context.gop_size, context.max_b_frames, context.thread_count = self._gop, self._b_frames, 1
         context.time_base = self._stream.time_base = 1 / self._rate
+        with kept_scheduling():
+            context.open()
 
     def add(self, frame_HWC: np.ndarray, *, keyframe: bool = False) -> None:
         """Append one uint8 RGB frame; `keyframe` makes it independently decodable (an episode's first frame)."""

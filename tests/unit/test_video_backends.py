@@ -54,6 +54,18 @@ def test_V03_twelve_coloured_frames_differ_and_match(tmp_path: Path, codec: str,
     decoder.close()
 
 
+@pytest.mark.parametrize("codec", ["h264", "av1", "hevc"])
+def test_an_encoder_leaves_scheduling_as_it_was(tmp_path: Path, codec: str) -> None:
+    """Of root's processes SVT-AV1 makes real-time ones, which nothing else on the machine can compete with."""
+    before = {thread: os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+    encoder = VideoEncoder(tmp_path / "clip.mp4", fps=10, codec=codec)
+    for k in range(3):
+        encoder.add(code_frame(1, 2, k))
+    during = {thread: os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+    encoder.close()
+    assert {**before, **during} == {thread: before.get(thread, os.SCHED_OTHER) for thread in {**before, **during}}
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("codec", ["h264", "hevc"])
 @pytest.mark.parametrize(
