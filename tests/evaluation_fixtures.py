@@ -100,3 +100,15 @@ def opened_up(policy: Policy) -> Policy:
     """With large random weights: fresh models start with closed branches or small steps, so that actions are mostly noise."""
     initialize_parameters(policy.module, lambda name: normal(0.2), seed=7)
     return policy
+
+
+# What trainings read of report.json.
+EVALUATION_REPORT: dict[str, Any] = {
+    "success": 0.5,
+    "interval_95": [0.1, 0.9],
+    "trials": 2,
+    "errors": 0,
+    "times": {"wall_seconds": 3.0},
+    "policy_times": {"call_ms_p50": 7.0},
+    "tasks": [],
+}

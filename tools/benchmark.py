@@ -377,12 +377,13 @@ def _compare(results: list[dict[str, Any]]) -> None:
     alike = [r for r in before if r.get("samples_per_step") == rung.get("samples_per_step")]
     if alike:
         # A kept rung may have fewer of them.
-        differences = [abs(a - b) for a, b in zip(rung["losses"], alike[-1]["losses"], strict=False)]
+        steps = min(len(rung["losses"]), len(alike[-1]["losses"]))
+        differences = [abs(a - b) for a, b in zip(rung["losses"][:steps], alike[-1]["losses"][:steps], strict=True)]
         rung["loss_vs_previous"] = {
             "mae": sum(differences) / len(differences),
             "max": max(differences),
             "previous": alike[-1]["name"],
-            "steps": len(differences),
+            "steps": steps,
         }
 
 

@@ -71,8 +71,8 @@ class RunConfig:
         return {**sections, "given": list(self.given)}
 
 
-# Flags of earlier versions that checkpoints still name, by section. None of them changed what is computed.
-RETIRED_FIELDS = {"optimization": ("expert_stream",)}
+# Flags of earlier versions that checkpoints still name. None of them changed what is computed.
+RETIRED_FIELDS = frozenset({"expert_stream"})
 
 
 def from_dict(values: dict[str, Any]) -> RunConfig:
@@ -80,16 +80,12 @@ def from_dict(values: dict[str, Any]) -> RunConfig:
     from megatron_vla.models.registry import model_family
 
     def section(kind: type, content: dict[str, Any]) -> Any:
-        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in content.items()})
+        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in content.items() if k not in RETIRED_FIELDS})
 
     family = model_family(values["model"]["model_name"])
     # Checkpoints from before a section existed have its defaults, as they have those of single fields.
-    stored = {
-        name: {k: v for k, v in values.get(name, {}).items() if k not in RETIRED_FIELDS.get(name, ())} for name in SECTIONS
-    }
-    sections = {name: section(kind, stored[name]) for name, kind in SECTIONS.items()}
-    retired = {field for fields in RETIRED_FIELDS.values() for field in fields}
-    given = tuple(name for name in values["given"] if name not in retired)
+    sections = {name: section(kind, values.get(name, {})) for name, kind in SECTIONS.items()}
+    given = tuple(name for name in values["given"] if name not in RETIRED_FIELDS)
     return RunConfig(**sections, family=section(family.config_type, values["family"]), given=given)
 
 

@@ -32,6 +32,7 @@ from megatron_vla.data.conversion_source import ConversionSource, open_source
 from megatron_vla.data.conversion_verify import verify_shard
 from megatron_vla.data.lerobot_statistics import ImageHistogram, jsonable, statistics_of_files
 from megatron_vla.data.lerobot_writer import LeRobotWriter
+from megatron_vla.whole_file import replace_text
 
 STAMP = "stamp.json"
 MERGING = "merging"
@@ -183,7 +184,7 @@ def stamp(plan: ShardPlan, writer: LeRobotWriter, low: Mapping[str, np.ndarray],
         low={name: values.tolist() for name, values in low.items()},
         high={name: values.tolist() for name, values in high.items()},
     )
-    _write_atomically(folder / STAMP, {"identity": plan.identity, **dataclasses.asdict(result)})
+    _write_json(folder / STAMP, {"identity": plan.identity, **dataclasses.asdict(result)})
     return result
 
 
@@ -288,9 +289,9 @@ def merge_shards(plans: Sequence[ShardPlan], results: Sequence[ShardResult], wor
     pq.write_table(layout.tasks_table(list(plans[0].tasks)), target / "meta/tasks.parquet")
     statistics = _statistics(target, info["features"], results)
     _check_statistics(statistics, results, frames)
-    _write_atomically(target / "meta/stats.json", jsonable(statistics))
+    _write_json(target / "meta/stats.json", jsonable(statistics))
     # Last, as in a recording: without it the folder is no dataset.
-    _write_atomically(target / "meta/info.json", info)
+    _write_json(target / "meta/info.json", info)
     return target
 
 
@@ -368,7 +369,5 @@ def _equal(found: Mapping[str, np.ndarray], low: np.ndarray, high: np.ndarray) -
     return np.array_equal(found["min"], low, equal_nan=True) and np.array_equal(found["max"], high, equal_nan=True)
 
 
-def _write_atomically(path: Path, content: Mapping[str, Any]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=1))
-    os.replace(temporary, path)
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    replace_text(path, json.dumps(content, indent=1))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from megatron_vla.data.lerobot_statistics import (
     statistics_of_files,
 )
 from megatron_vla.data.video_encoder import VideoEncoder
+from megatron_vla.whole_file import replace_text
 
 CodebaseVersion = Literal["v2.0", "v2.1", "v3.0"]
 MEGABYTE = 1 << 20
@@ -187,11 +187,11 @@ class LeRobotWriter:
             pq.write_table(layout.tasks_table(tasks), self.root / "meta/tasks.parquet")
         else:
             lines = [json.dumps({"task_index": index, "task": task}, ensure_ascii=False) for index, task in enumerate(tasks)]
-            _write_atomically(self.root / "meta/tasks.jsonl", "\n".join(lines) + "\n")
+            replace_text(self.root / "meta/tasks.jsonl", "\n".join(lines) + "\n")
         if self.version != "v2.1":
             keys = ("min", "max", "mean", "std", *QUANTILES) if self.version == "v2.0" else None
-            _write_atomically(self.root / "meta/stats.json", json.dumps(jsonable(self._dataset_statistics(), keys), indent=4))
-        _write_atomically(self.root / "meta/info.json", json.dumps(self._info(), indent=4))
+            replace_text(self.root / "meta/stats.json", json.dumps(jsonable(self._dataset_statistics(), keys), indent=4))
+        replace_text(self.root / "meta/info.json", json.dumps(self._info(), indent=4))
         return self.root
 
     def _checked_columns(self, columns: Mapping[str, Any], images: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -443,9 +443,3 @@ def _png(frame_HWC: np.ndarray) -> bytes:
 def _append_line(path: Path, entry: Mapping[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

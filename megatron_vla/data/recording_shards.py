@@ -20,6 +20,7 @@ import numpy as np
 from megatron_vla.data.conversion import ConversionSettings, ShardPlan, ShardResult, merge_shards, stamp, stamped
 from megatron_vla.data.lerobot_writer import EncodedPictures, LeRobotWriter
 from megatron_vla.file_lock import LOCK_FILE
+from megatron_vla.whole_file import replace_text
 
 FACTS_FILE, LOG_FILE = "recording.json", "log.json"
 # What an interruption costs at most; finishing a shard and merging it take 0.1 s each.
@@ -66,9 +67,7 @@ def go_on_or_begin(work: Path, facts: Mapping[str, Any], overwrite: bool) -> Non
             else:
                 entry.unlink()
     # Renamed into place: an interruption must not leave half of it.
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(facts, indent=1))
-    temporary.replace(path)
+    replace_text(path, json.dumps(facts, indent=1))
 
 
 class ShardedRecording:

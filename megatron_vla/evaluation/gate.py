@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +38,7 @@ from megatron_vla.evaluation.rollout import TrialResult
 from megatron_vla.evaluation.statistics import PairedTest
 from megatron_vla.file_lock import alone_in
 from megatron_vla.training.checkpoint_folder import BEST_POINTER, EVALUATION_FOLDER, best_iteration, iteration_folder
+from megatron_vla.whole_file import replace_text
 
 STATUS_FILE, VERDICT_FILE = "status.json", "verdict.json"
 
@@ -211,9 +211,7 @@ def _point_to_best(root: Path, iteration: int | None) -> None:
     if iteration is None:
         (root / BEST_POINTER).unlink(missing_ok=True)
         return
-    temporary = root / f".{BEST_POINTER}.partial"
-    temporary.write_text(f"{iteration}\n")
-    os.replace(temporary, root / BEST_POINTER)
+    replace_text(root / BEST_POINTER, f"{iteration}\n")
 
 
 @dataclass(frozen=True, kw_only=True)

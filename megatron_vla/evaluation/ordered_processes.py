@@ -15,9 +15,11 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing import get_context, parent_process
+from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, Literal, TypeVar
+
+from megatron_vla.evaluation.child_process import GOODBYE_SECONDS, ChildProcess, tell
 
 J = TypeVar("J")
 R = TypeVar("R")
@@ -26,7 +28,6 @@ MAX_FAILURES = 3
 # Jobs in work or finished for each process: results wait in memory for their turn.
 JOBS_PER_PROCESS = 2
 LONGEST_WAIT_SECONDS = 60.0
-GOODBYE_SECONDS = 10.0
 
 Kind = Literal["result", "done", "refused", "raised"]
 
@@ -54,14 +55,9 @@ def _serve(connection: Connection, work: Callable[[Any, int], Iterator[Any]]) ->
     except (EOFError, ConnectionError, KeyboardInterrupt):
         pass  # nobody waits for it any more
     except ValueError as problem:
-        _tell(connection, "refused", problem)
+        tell(connection, ("refused", problem))
     except Exception:
-        _tell(connection, "raised", traceback.format_exc())
-
-
-def _tell(connection: Connection, kind: Kind, what: Any) -> None:
-    with contextlib.suppress(ConnectionError):
-        connection.send((kind, what))
+        tell(connection, ("raised", traceback.format_exc()))
 
 
 @dataclass(eq=False)
@@ -77,17 +73,12 @@ class _Progress(Generic[J, R]):
     is_finished: bool = False
 
 
-class _Process(Generic[J, R]):
+class _Process(ChildProcess, Generic[J, R]):
     """One process as the parent sees it, and the job that it has."""
 
     def __init__(self, work: Callable[[J, int], Iterator[R | None]]) -> None:
-        context = get_context("spawn")  # a GL context does not survive a fork
-        self.connection, theirs = context.Pipe()
+        super().__init__(_serve, work)
         self.progress: _Progress[J, R] | None = None
-        self.deadline = float("inf")
-        self.process: Any = context.Process(target=_serve, args=(theirs, work), daemon=True, name="simulator")
-        self.process.start()
-        theirs.close()
 
     def take(self, progress: _Progress[J, R], timeout_seconds: float) -> None:
         """Begin, or go on with, a job."""
@@ -102,20 +93,8 @@ class _Process(Generic[J, R]):
         try:
             answer: tuple[Kind, Any] = self.connection.recv()
         except (EOFError, ConnectionError):
-            self.process.join(GOODBYE_SECONDS)
-            return "raised", f"its process ended with exit status {self.process.exitcode}"
+            return "raised", f"its process ended with exit status {self.exit_status(GOODBYE_SECONDS)}"
         return answer
-
-    def stop(self, now: bool) -> None:
-        """End the process; `now` does not wait for what it is doing."""
-        if not now:
-            with contextlib.suppress(ConnectionError):
-                self.connection.send(None)
-                self.process.join(GOODBYE_SECONDS)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join(GOODBYE_SECONDS)
-        self.connection.close()
 
 
 class OrderedProcesses(Generic[J, R]):

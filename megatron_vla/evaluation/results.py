@@ -15,6 +15,7 @@ from typing import Any
 from megatron_vla.evaluation.environments.interface import TaskSpec
 from megatron_vla.evaluation.rollout import TrialResult
 from megatron_vla.evaluation.statistics import Share
+from megatron_vla.whole_file import replace_text
 
 TRIALS_FILE = "trials.jsonl"
 DESCRIPTION_FILE = "evaluation.json"
@@ -24,9 +25,7 @@ MONTAGE = "montage"
 
 def write_json(path: Path, content: Any) -> None:
     """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, path)
+    replace_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_trials(folder: Path) -> list[TrialResult]:

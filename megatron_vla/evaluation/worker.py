@@ -8,18 +8,16 @@ Shape legend: E environments, K actions of a chunk that are executed, A action, 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 
+from megatron_vla.evaluation.child_process import ChildProcess, tell
 from megatron_vla.evaluation.environments.interface import (
     EnvironmentSettings,
     Observation,
@@ -148,35 +146,22 @@ def _serve(connection: Connection, module: str, settings: EnvironmentSettings, n
     except (EOFError, ConnectionError, KeyboardInterrupt):
         pass  # the evaluation has ended, or was killed
     except SimulatorError as problem:
-        _tell(connection, problem)
+        tell(connection, problem)
     except Exception:
-        _tell(connection, WorkerError(traceback.format_exc()))
+        tell(connection, WorkerError(traceback.format_exc()))
     finally:
         if environment is not None:
             environment.close()
         connection.close()
 
 
-def _tell(connection: Connection, problem: Exception) -> None:
-    """Nobody may be there any more."""
-    with contextlib.suppress(ConnectionError):
-        connection.send(problem)
-
-
-class Worker:
+class Worker(ChildProcess):
     """One simulator process as the evaluation sees it."""
 
     def __init__(self, module: str, settings: EnvironmentSettings, num_environments: int, gl: str | None) -> None:
-        context = get_context("spawn")
-        self.connection, theirs = context.Pipe()
+        super().__init__(_serve, module, settings, num_environments, gl)
         self.num_environments = num_environments
         self.last_task: str | None = None
-        self.deadline = float("inf")
-        self.process: Any = context.Process(
-            target=_serve, args=(theirs, module, settings, num_environments, gl), daemon=True, name="simulator"
-        )
-        self.process.start()
-        theirs.close()
 
     def send(self, command: Reset | Advance, timeout_seconds: float) -> None:
         """Start a command. Raises WorkerError when the process is gone."""
@@ -199,18 +184,4 @@ class Worker:
         return answer
 
     def _epitaph(self) -> str:
-        self.process.join(5)
-        return f"the simulator process ended with exit status {self.process.exitcode}"
-
-    def stop(self, now: bool = False) -> None:
-        """End the process; `now` does not wait for what it is doing."""
-        try:
-            if not now:
-                self.connection.send(None)
-                self.process.join(10)
-        except (BrokenPipeError, ConnectionError):
-            pass  # it has ended by itself
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join(10)
-        self.connection.close()
+        return f"the simulator process ended with exit status {self.exit_status(5)}"

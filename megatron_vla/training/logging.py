@@ -19,6 +19,7 @@ from megatron_vla.config.run import RunConfig
 from megatron_vla.kernels import FALLBACKS
 from megatron_vla.training.metrics import StepRecord
 from megatron_vla.training.plot import draw_loss_curve
+from megatron_vla.whole_file import replace_text
 
 METRICS_FILE = "metrics.jsonl"
 CURVE_FILE = "loss_curve.png"
@@ -228,9 +229,7 @@ class RunLogger:
                 kept.append(line)
                 self._iterations += record["iterations"]
                 self._losses += record["losses"]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(f"{line}\n" for line in kept))
-        os.replace(temporary, path)
+        replace_text(path, "".join(f"{line}\n" for line in kept))
 
     def message(self, text: str) -> None:
         """A line that stays."""

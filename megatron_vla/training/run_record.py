@@ -6,7 +6,6 @@ metrics.jsonl holds what a run measured, this file what it was: tools/compare_lo
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 import time
@@ -19,6 +18,7 @@ from megatron_vla.config.cli import flag_name
 from megatron_vla.config.run import SECTIONS, RunConfig
 from megatron_vla.parallel.groups import ParallelGroups
 from megatron_vla.version import code_versions, git_commit
+from megatron_vla.whole_file import replace_text
 
 RUN_FILE = "run.json"
 
@@ -47,10 +47,7 @@ def record_start(folder: Path, config: RunConfig, groups: ParallelGroups, iterat
         "commit": git_commit(Path(__file__).resolve().parents[2]),
     }
     starts = [earlier for earlier in read_starts(folder) if earlier["iteration"] < iteration]
-    path = folder / RUN_FILE
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"starts": [*starts, start]}, indent=1) + "\n")
-    os.replace(temporary, path)
+    replace_text(folder / RUN_FILE, json.dumps({"starts": [*starts, start]}, indent=1) + "\n")
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from evaluation_fixtures import opened_up, random_observation, train_checkpoint, training_flags, write_metaworld_like
+from evaluation_fixtures import (
+    EVALUATION_REPORT,
+    opened_up,
+    random_observation,
+    train_checkpoint,
+    training_flags,
+    write_metaworld_like,
+)
 
 from megatron_vla.config.run import from_dict, parse_args
 from megatron_vla.evaluation import closed_loop, command
@@ -309,15 +316,8 @@ def test_jobs_run_in_order_and_left_open_ones_go_on(tmp_path: Path, monkeypatch:
 def test_results_of_jobs_reach_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_vla.training import evaluation_jobs
 
-    report = {
-        "success": 0.5,
-        "interval_95": [0.1, 0.9],
-        "trials": 2,
-        "errors": 1,
-        "times": {"wall_seconds": 3.0},
-        "policy_times": {"call_ms_p50": 7.0},
-        "tasks": [{"task": "reach", "success": 0.5}, {"task": "push", "success": None}],
-    }
+    tasks = [{"task": "reach", "success": 0.5}, {"task": "push", "success": None}]
+    report = {**EVALUATION_REPORT, "errors": 1, "tasks": tasks}
     script = (
         "import sys, json, pathlib; p = pathlib.Path(sys.argv[2]); f = p.parent / 'evaluation' / p.name; "
         f"(f / 'report.json').write_text(json.dumps({report!r})); "

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evaluation_fixtures import EVALUATION_REPORT
 from training_fixtures import tiny_config
 
 from megatron_vla.config.run import RunConfig
@@ -28,15 +29,6 @@ from megatron_vla.training.session import training_session
 from megatron_vla.training.signals import StopSignals
 
 POPEN = subprocess.Popen
-REPORT = {
-    "success": 0.5,
-    "interval_95": [0.1, 0.9],
-    "trials": 2,
-    "errors": 0,
-    "times": {"wall_seconds": 3.0},
-    "policy_times": {"call_ms_p50": 7.0},
-    "tasks": [],
-}
 # In place of the evaluation: lives until the test writes SAVE/go, then leaves a result as the real one does. It ends by itself
 # after two minutes, so that a training that waits for it fails the test and does not hang.
 JOB = f"""
@@ -55,7 +47,7 @@ with alone_in(results, "evaluation"):
         if time.monotonic() > deadline:
             sys.exit(1)
         time.sleep(0.01)
-    (results / "report.json").write_text(json.dumps({REPORT!r}))
+    (results / "report.json").write_text(json.dumps({EVALUATION_REPORT!r}))
     (results / "verdict.json").write_text(json.dumps({{"status": "promoted", "reasons": []}}))
 """
 
