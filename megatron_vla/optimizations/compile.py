@@ -63,7 +63,7 @@ def _compile_method(model: nn.Module, name: str, mode: str) -> None:
 def allow_graphs(count: int) -> None:
     """Let one piece of code have so many graphs at least, one per shape that it is called with; one more is an error.
 
-    The limit is the process's own and only grows.
+    The limit only grows, and from torch 2.13 on it is the calling thread's own: a server's thread has to ask for itself.
     """
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, count)
