@@ -103,7 +103,8 @@ def compare(rank: int, specs: list[Spec]) -> list[Difference]:
             # A key bias moves all scores of a query alike: its gradient is zero but for rounding.
             scale = largest if name.endswith("k_proj.bias") else float(expected[name].abs().max())
             differences[name] = float((gradient - expected[name]).abs().max()) / scale
-        actions = [sample_actions(model, batch, 2, batch.noise_BTA) for model in (split, whole)]
+        noise_BTA = batch.noise_BTA[:, : spec.config.action_horizon]
+        actions = [sample_actions(model, batch, 2, noise_BTA) for model in (split, whole)]
         shapes = {name: tuple(p.shape) for name, p in split.named_parameters()}
         whole_loss = released_loss(whole, batch).detach()
         found.append(Difference(relative_difference(loss, whole_loss), differences, relative_difference(*actions), shapes))

@@ -48,6 +48,8 @@ def test_two_tensor_parallel_ranks_equal_one(two: WorkerPool) -> None:
         Spec(sequence_parallel=False),
         Spec(equal_images=True),
         Spec(equal_images=True, sequence_parallel=False, changes={"mask_vl_self_attention": True}),
+        Spec(equal_images=True, changes={"flow_draws": 3}),
+        Spec(sequence_parallel=False, changes={"flow_draws": 2}),
     ]
     for shapes in assert_equal(two, specs):
         assert shapes["vision_tower.layers.0.self_attn.q_proj.weight"] == (16, 32)

@@ -247,9 +247,10 @@ def test_tune_flags() -> None:
     assert everything == head | dit | {"vl_norm", "vl_layers", "vision_tower", "token_embedding", "text_layers"}
 
 
-def test_flops_agree_with_a_counter() -> None:
+@pytest.mark.parametrize("flow_draws", [1, 3])
+def test_flops_agree_with_a_counter(flow_draws: int) -> None:
     """torch's own FLOP counter on the eager backend counts the products that really run."""
-    config = tiny_config()
+    config = tiny_config(flow_draws=flow_draws)
     model = tiny_model(config, torch.float32, attention_backend="eager")
     source, _ = build_mock_source(
         parse_args([*FLAGS, "--vocab-size", "64", "--image-token", "63", "--max-prompt-length", "40"])

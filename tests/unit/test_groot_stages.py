@@ -18,6 +18,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "released": {},
     "no_vision_language_layers": {"vl_num_layers": 0},
     "no_deepstack": {"vision_deepstack_layers": ()},
+    "several_draws": {"flow_draws": 3},
     "neither": {"vl_num_layers": 0, "vision_deepstack_layers": (), "vision_num_layers": 1, "num_layers": 1},
 }
 

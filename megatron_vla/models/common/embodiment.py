@@ -3,7 +3,8 @@
 A micro-batch's samples are sorted into G groups of one embodiment and N places each (metadata made on the host, so shapes are
 static). Weights are taken once per group, and one batched product serves all groups.
 
-Shape legend: B samples, G groups, N samples of one group, S tokens, E embodiments, I input width, O output width.
+Shape legend: B samples, K draws of noise, D action chunks, G groups, N samples of one group, S tokens, E embodiments, I input
+width, O output width.
 """
 
 from __future__ import annotations
@@ -27,6 +28,16 @@ class EmbodimentGroups:
     def is_whole_batch(self) -> bool:
         """One group that the batch fills: its samples are the batch in order. Reads shapes only."""
         return tuple(self.sample_GN.shape) == (1, self.place_B.shape[0])
+
+    def of_draws(self, num_draws: int) -> EmbodimentGroups:
+        """Groups of D = B * K chunks, K of each sample in a row."""
+        if num_draws == 1:
+            return self
+        draw_K = torch.arange(num_draws, device=self.place_B.device)
+        # A place beyond a group's end stays below zero: -1 becomes -K, and K - 1 is added at most.
+        sample_GN = (self.sample_GN.unsqueeze(-1) * num_draws + draw_K).flatten(1)
+        place_D = (self.place_B.unsqueeze(-1) * num_draws + draw_K).flatten()
+        return EmbodimentGroups(self.embodiment_G, sample_GN, place_D)
 
     def sort(self, values_B: Tensor) -> Tensor:
         """[B, ...] -> [G, N, ...]; places beyond a group's end repeat sample 0."""

@@ -2,7 +2,7 @@
 
 Families differ in direction: Pi0.5 has noise at t = 1 and data at t = 0 (openpi), GR00T the reverse.
 
-Shape legend: B samples, T action horizon, A action dimensions, E embedding width.
+Shape legend: B samples, K draws of noise, D = B * K action chunks, T action horizon, A action dimensions, E embedding width.
 """
 
 from __future__ import annotations
@@ -23,6 +23,16 @@ def flow_time_embedding(time_B: Tensor, width: int, min_period: float, max_perio
     period_E = min_period * (max_period / min_period) ** fraction_E
     angle_BE = time_B.double().unsqueeze(-1) * (2.0 * math.pi / period_E)
     return torch.cat((angle_BE.sin(), angle_BE.cos()), dim=-1).to(dtype)
+
+
+def repeated(values_B: Tensor, num_draws: int) -> Tensor:
+    """Each sample's values once for each of its draws of noise (--flow-draws), in a row: [B * K, ...]."""
+    return values_B if num_draws == 1 else values_B.repeat_interleave(num_draws, dim=0)
+
+
+def mean_over_draws(values_D: Tensor, num_draws: int) -> Tensor:
+    """[B * K, ...] -> [B, ...]: the mean of each sample's draws."""
+    return values_D if num_draws == 1 else values_D.unflatten(0, (-1, num_draws)).mean(dim=1)
 
 
 def interpolate(at_zero_BTA: Tensor, at_one_BTA: Tensor, time_B: Tensor) -> Tensor:

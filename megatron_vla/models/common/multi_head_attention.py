@@ -76,9 +76,14 @@ class MultiHeadAttention(MergesProjections):
         return query_BNSD, KeyValue(key_BNSD, value_BNSD)
 
     def read(self, tokens_BQH: Tensor, memory: KeyValue | None = None, mask_B11K: Tensor | None = None) -> Tensor:
-        """What the tokens read from `memory`, or from each other: [B, Q, H]."""
+        """What the tokens read from `memory`, or from each other: [B, Q, H].
+
+        Several token sequences of a sample in a row may read one memory, blind to each other: their queries stand side by side.
+        """
         if memory is None:
             query_BNQD, memory = self.query_key_value(tokens_BQH)
         else:
-            query_BNQD = self.split_heads(self.q_proj(tokens_BQH))
-        return self.out_proj(attend(query_BNQD, *memory, mask_B11K, self.backend))
+            query_BQH = self.q_proj(tokens_BQH)
+            query_BNQD = self.split_heads(query_BQH.reshape(memory[0].shape[0], -1, query_BQH.shape[-1]))
+        attended_BQH = attend(query_BNQD, *memory, mask_B11K, self.backend)
+        return self.out_proj(attended_BQH.reshape(*tokens_BQH.shape[:2], -1))

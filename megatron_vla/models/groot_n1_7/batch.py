@@ -39,7 +39,8 @@ class GrootN17Batch(TensorFields):
         sample_place_B int64: each sample's place in the flattened [G * N].
     actions_BTA float32, normalised, zero in padded dimensions; action_is_valid_BTA bool: elements of the loss;
         action_dim_is_valid_BA bool: the robot's own dimensions.
-    noise_BTA float32 standard normal, in padded dimensions too; time_B float32 in [0, 1): 0 = noise, 1 = data.
+    noise_BTA float32 standard normal, in padded dimensions too; time_B float32 in [0, 1): 0 = noise, 1 = data. With several
+        draws (--flow-draws): [B, draws * T, A], draw after draw, and [B, draws].
     sample_index_B, epoch_B int64.
     """
 

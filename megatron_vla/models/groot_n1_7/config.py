@@ -137,6 +137,10 @@ class GrootN17Config(GrootDataOptions):
     num_action_positions: int = 1024
     """Rows of the action position table."""
 
+    flow_draws: int = 1
+    """Draws of noise and flow time that each sample of a step is trained on. Images and prompt pass the model once for all of
+    them; the loss is their mean. More draws make gradients less noisy for the cost of the DiT's own tokens alone."""
+
     num_timestep_buckets: int = 1000
     """Integer time steps that the time encoders see."""
 

@@ -96,6 +96,8 @@ def fixed_batch(config: GrootN17Config) -> GrootN17Batch:
     merge, horizon, width = config.vision_spatial_merge_size, config.action_horizon, config.max_action_dim
     grids = ([(1, 2 * merge, 2 * merge)], [(1, merge, 2 * merge), (1, 2 * merge, 2 * merge)])
     words = min(config.image_token, config.padding_token or config.image_token) - 1
+    draws = config.flow_draws
+    flow_times = [np.linspace(first, 0.5, draws, dtype=np.float32) if draws > 1 else first for first in (0.25, 0.9)]
     samples = []
     for number, of_sample in enumerate(grids):
         image_tokens = [config.image_token] * sum(h * w // config.merge_unit for _, h, w in of_sample)
@@ -115,8 +117,8 @@ def fixed_batch(config: GrootN17Config) -> GrootN17Batch:
                 "actions_BTA": generator.uniform(-1, 1, (horizon, width)).astype(np.float32),
                 "action_is_valid_BTA": np.ones((horizon, width), dtype=bool),
                 "action_dim_is_valid_BA": np.ones(width, dtype=bool),
-                "noise_BTA": generator.standard_normal((horizon, width), dtype=np.float32),
-                "time_B": np.float32((0.25, 0.9)[number]),
+                "noise_BTA": generator.standard_normal((draws * horizon, width), dtype=np.float32),
+                "time_B": np.float32(flow_times[number]),
                 "sample_index_B": np.int64(number),
                 "epoch_B": np.int64(0),
             }

@@ -72,14 +72,16 @@ def _vl(config: GrootN17Config, tokens: int) -> float:
 
 
 def _dit(config: GrootN17Config, index: int, own: int, image_tokens: int, text_tokens: int) -> float:
+    """`own`: tokens of one action chunk. Keys and values of what the chunks read are computed once for all draws."""
     width = config.dit_hidden_size
     if index % 2:
-        read, memory_width = own, width
+        read, keys_and_values, memory = own, 2 * own * width**2, 0
     else:
         reads_text = index % (2 * config.attend_text_every_n_blocks) == 0
-        read, memory_width = (text_tokens if reads_text else image_tokens), config.hidden_size
-    matrices = own * (2 * width**2 + 2 * width * config.dit_ffn_hidden_size) + 2 * read * memory_width * width
-    return 2.0 * (matrices + 2 * own * read * width + 2 * width**2)
+        read, keys_and_values = (text_tokens if reads_text else image_tokens), 0
+        memory = 2 * read * config.hidden_size * width
+    matrices = own * (2 * width**2 + 2 * width * config.dit_ffn_hidden_size) + keys_and_values
+    return 2.0 * (memory + config.flow_draws * (matrices + 2 * own * read * width + 2 * width**2))
 
 
 def _interface(config: GrootN17Config, horizon: int) -> float:
@@ -88,4 +90,4 @@ def _interface(config: GrootN17Config, horizon: int) -> float:
     state = config.max_state_dim * config.state_history_length * head + head * width
     action = horizon * (config.max_action_dim * width + 3 * width**2)
     decoder = horizon * (head**2 + head * config.max_action_dim + width * head)
-    return 2.0 * (state + action + decoder + TIME_CODE_WIDTH * width + 3 * width**2)
+    return 2.0 * (state + config.flow_draws * (action + decoder + TIME_CODE_WIDTH * width + 3 * width**2))

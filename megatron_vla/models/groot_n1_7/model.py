@@ -2,8 +2,9 @@
 
 Flow time here runs from noise (0) to data (1).
 
-Shape legend: B samples, S backbone tokens, H backbone hidden, K image tokens and L other slots of one sample, T action horizon,
-A action dimensions, Z state and action tokens (T + 1), E DiT hidden.
+Shape legend: B samples, S backbone tokens, H backbone hidden, K image tokens and L other slots of one sample, D action chunks:
+each sample's draws of noise in a row (--flow-draws; one in sampling), T action horizon, A action dimensions, Z state
+and action tokens of a chunk (T + 1), E DiT hidden.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from megatron_vla.models.common.attention_mask import AttentionBackend, key_mask, without_mask
 from megatron_vla.models.common.decoder_layer import KeyValue
 from megatron_vla.models.common.embodiment import EmbodimentActionEncoder, EmbodimentGroups, EmbodimentMlp
-from megatron_vla.models.common.flow_matching import integer_time_code, interpolate
+from megatron_vla.models.common.flow_matching import integer_time_code, interpolate, mean_over_draws, repeated
 from megatron_vla.models.common.merged_linear import merged_linear
 from megatron_vla.models.common.normalization import AdaptiveLayerNorm, LayerNorm, RMSNorm
 from megatron_vla.models.common.precision import dtype_of
@@ -136,26 +137,32 @@ class GrootN17Model(nn.Module):
 
     def forward(self, batch: GrootN17Batch) -> Tensor:
         """Squared velocity errors [B, T, A], unmasked; `flow_matching.masked_loss` reduces them."""
-        actions_BTA, noise_BTA = self.flow_inputs(batch)
-        x_BTA = interpolate(noise_BTA, actions_BTA, batch.time_B.to(self.interface_dtype))
+        x_DTA = self.noisy_actions(batch)
         features_BSH = self.backbone(batch)
-        return self.squared_errors(batch, self.head(batch, features_BSH, x_BTA))
+        return self.squared_errors(batch, self.head(batch, features_BSH, x_DTA))
 
-    def head(self, batch: GrootN17Batch, features_BSH: Tensor, x_BTA: Tensor) -> Tensor:
-        """Velocity [B, T, A] from the backbone's features and the noisy actions of the batch's flow times."""
+    def head(self, batch: GrootN17Batch, features_BSH: Tensor, x_DTA: Tensor) -> Tensor:
+        """Velocity [D, T, A] from the backbone's features and the noisy actions of the batch's flow times."""
         with self.autocast(features_BSH.device):
-            return self.velocity(batch, self.memory(batch, features_BSH), x_BTA, self.time_step(batch.time_B))
+            return self.velocity(batch, self.memory(batch, features_BSH), x_DTA, self.time_step(batch.time_B.flatten()))
 
-    def squared_errors(self, batch: GrootN17Batch, velocity_BTA: Tensor) -> Tensor:
-        """Loss elements [B, T, A]: predicted velocity against data minus noise."""
-        actions_BTA, noise_BTA = self.flow_inputs(batch)
-        return (velocity_BTA.to(self.interface_dtype) - (actions_BTA - noise_BTA)).square()
+    def squared_errors(self, batch: GrootN17Batch, velocity_DTA: Tensor) -> Tensor:
+        """Loss elements [B, T, A]: predicted velocity against data minus noise, the mean of a sample's draws."""
+        actions_DTA, noise_DTA = self.flow_inputs(batch)
+        errors_DTA = (velocity_DTA.to(self.interface_dtype) - (actions_DTA - noise_DTA)).square()
+        return mean_over_draws(errors_DTA, self.config.flow_draws)
 
     def flow_inputs(self, batch: GrootN17Batch) -> tuple[Tensor, Tensor]:
-        """(actions, noise), both [B, T, A] in the interface dtype."""
+        """(actions, noise), both [D, T, A] in the interface dtype."""
         # Padded dimensions are zero by contract; selecting makes garbage there harmless.
         actions_BTA = torch.where(batch.action_dim_is_valid_BA[:, None], batch.actions_BTA, 0.0)
-        return actions_BTA.to(self.interface_dtype), batch.noise_BTA.to(self.interface_dtype)
+        actions_DTA = repeated(actions_BTA.to(self.interface_dtype), self.config.flow_draws)
+        return actions_DTA, batch.noise_BTA.reshape(actions_DTA.shape).to(self.interface_dtype)
+
+    def noisy_actions(self, batch: GrootN17Batch) -> Tensor:
+        """What the DiT sees of the actions [D, T, A]: on the way from noise to data at the batch's flow times."""
+        actions_DTA, noise_DTA = self.flow_inputs(batch)
+        return interpolate(noise_DTA, actions_DTA, batch.time_B.flatten().to(self.interface_dtype))
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """The released recipe's bf16 matrix products on fp32 parameters, if asked for."""
@@ -171,7 +178,7 @@ class GrootN17Model(nn.Module):
         images, patches = shapes["image_row_IQ"]
         sizes = [patches] * (images // samples)
         return training_flops(
-            self.config, patches_of_images=sizes, num_tokens=num_tokens, action_horizon=shapes["noise_BTA"][1]
+            self.config, patches_of_images=sizes, num_tokens=num_tokens, action_horizon=shapes["actions_BTA"][1]
         )
 
     @property
@@ -232,18 +239,18 @@ class GrootN17Model(nn.Module):
         )
         return Memory(rows(batch.text_key_BL), text_mask, rows(batch.image_key_BK), image_mask)
 
-    def velocity(self, batch: GrootN17Batch, memory: Memory, x_BTA: Tensor, step_B: Tensor) -> Tensor:
-        """Predicted dx/dt [B, T, A] at integer time steps."""
-        tokens, condition_BE, owners = self.embed(batch, x_BTA, step_B)
-        num_tokens = x_BTA.shape[1] + STATE_TOKENS
+    def velocity(self, batch: GrootN17Batch, memory: Memory, x_DTA: Tensor, step_D: Tensor) -> Tensor:
+        """Predicted dx/dt [D, T, A] at integer time steps."""
+        tokens, condition_DE, owners = self.embed(batch, x_DTA, step_D)
+        num_tokens = x_DTA.shape[1] + STATE_TOKENS
         # Merged projections reach over the blocks: one product for all keys and values of the text, one for the images.
         is_merged = self.merges_over_blocks and any(cast(DitBlock, layer).attention.merged for layer in self.dit_layers)
         projected = self.cached_memory(memory) if is_merged else None
         for index, layer in enumerate(self.dit_layers):
             memory_BKH, mask = memory.of_block(index, self.config.attend_text_every_n_blocks)
             read = memory_BKH if projected is None else projected[index]
-            tokens = layer(tokens, condition_BE, num_tokens, owners, read, mask)
-        return self.read_out(batch, tokens, condition_BE, num_tokens, owners)
+            tokens = layer(tokens, condition_DE, num_tokens, owners, read, mask)
+        return self.read_out(batch, tokens, condition_DE, num_tokens, owners)
 
     def prefill(self, batch: GrootN17Batch) -> tuple[Memory, list[KeyValue | None]]:
         """What sampling computes once: the backbone's tokens, and their keys and values in every block."""
@@ -269,48 +276,50 @@ class GrootN17Model(nn.Module):
         return cached
 
     def cached_velocity(
-        self, batch: GrootN17Batch, memory: Memory, cached: list[KeyValue | None], x_BTA: Tensor, step_B: Tensor
+        self, batch: GrootN17Batch, memory: Memory, cached: list[KeyValue | None], x_DTA: Tensor, step_D: Tensor
     ) -> Tensor:
         """`velocity` with keys and values already computed."""
-        tokens, condition_BE, owners = self.embed(batch, x_BTA, step_B)
-        num_tokens = x_BTA.shape[1] + STATE_TOKENS
+        tokens, condition_DE, owners = self.embed(batch, x_DTA, step_D)
+        num_tokens = x_DTA.shape[1] + STATE_TOKENS
         for index, layer in enumerate(self.dit_layers):
             _, mask = memory.of_block(index, self.config.attend_text_every_n_blocks)
-            tokens = cast(DitBlock, layer).with_memory(tokens, condition_BE, num_tokens, owners, cached[index], mask)
-        return self.read_out(batch, tokens, condition_BE, num_tokens, owners)
+            tokens = cast(DitBlock, layer).with_memory(tokens, condition_DE, num_tokens, owners, cached[index], mask)
+        return self.read_out(batch, tokens, condition_DE, num_tokens, owners)
 
-    def embed(self, batch: GrootN17Batch, x_BTA: Tensor, step_B: Tensor) -> tuple[Tensor, Tensor, RowOwners | None]:
-        """(state and action tokens as a residual stream, condition [B, E] after its activation, owners of this rank's rows)."""
-        groups = groups_of(batch)
+    def embed(self, batch: GrootN17Batch, x_DTA: Tensor, step_D: Tensor) -> tuple[Tensor, Tensor, RowOwners | None]:
+        """(state and action tokens as a residual stream, condition [D, E] after its activation, owners of this rank's rows)."""
+        num_draws = x_DTA.shape[0] // batch.size
         if self.config.mask_padded_action_dims:
-            x_BTA = torch.where(batch.action_dim_is_valid_BA[:, None], x_BTA, 0.0)
-        state_B1E = self.state_encoder(batch.state_BHD.flatten(1).unsqueeze(1), groups)
+            x_DTA = torch.where(repeated(batch.action_dim_is_valid_BA, num_draws)[:, None], x_DTA, 0.0)
+        state_B1E = self.state_encoder(batch.state_BHD.flatten(1).unsqueeze(1), groups_of(batch))
         state_B1E = state_B1E.masked_fill(batch.state_is_dropped_B[:, None, None], 0.0)
         width = self.config.dit_hidden_size
-        code_BE = integer_time_code(step_B, width, width // 2, self.interface_dtype, cosines_first=False)
-        action_BTE = self.action_position_embedding(self.action_encoder(x_BTA, code_BE, groups))
-        tokens_BZE = torch.cat((state_B1E.to(action_BTE.dtype), action_BTE), dim=1).to(self.stream_dtype)
-        owners = row_owners(tokens_BZE.shape[0], tokens_BZE.shape[1], tokens_BZE.device, self.tensor_parallel)
-        return split_rows(tokens_BZE, self.tensor_parallel), self.condition(step_B), owners
+        code_DE = integer_time_code(step_D, width, width // 2, self.interface_dtype, cosines_first=False)
+        action_DTE = self.action_position_embedding(self.action_encoder(x_DTA, code_DE, groups_of(batch, num_draws)))
+        state_D1E = repeated(state_B1E, num_draws).to(action_DTE.dtype)
+        tokens_DZE = torch.cat((state_D1E, action_DTE), dim=1).to(self.stream_dtype)
+        owners = row_owners(tokens_DZE.shape[0], tokens_DZE.shape[1], tokens_DZE.device, self.tensor_parallel)
+        return split_rows(tokens_DZE, self.tensor_parallel), self.condition(step_D), owners
 
-    def condition(self, step_B: Tensor) -> Tensor:
-        """SiLU of the time embedding [B, E]: what every adaptive norm reads."""
+    def condition(self, step_D: Tensor) -> Tensor:
+        """SiLU of the time embedding [D, E]: what every adaptive norm reads."""
         dtype = dtype_of(self.time_mlp_in)
-        code_BE = integer_time_code(step_B, TIME_CODE_WIDTH, TIME_CODE_WIDTH // 2 - 1, dtype, cosines_first=True)
-        return F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(code_BE))))
+        code_DE = integer_time_code(step_D, TIME_CODE_WIDTH, TIME_CODE_WIDTH // 2 - 1, dtype, cosines_first=True)
+        return F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(code_DE))))
 
     def read_out(
-        self, batch: GrootN17Batch, tokens: Tensor, condition_BE: Tensor, num_tokens: int, owners: RowOwners | None
+        self, batch: GrootN17Batch, tokens: Tensor, condition_DE: Tensor, num_tokens: int, owners: RowOwners | None
     ) -> Tensor:
-        """Velocity [B, T, A] from the last block's tokens; the state token is dropped."""
-        normalized = self.output_norm(tokens, condition_BE, owners)
-        normalized_BZE = join_samples(normalized, num_tokens, self.tensor_parallel)
-        return self.action_decoder(self.output_proj(normalized_BZE[:, STATE_TOKENS:]), groups_of(batch))
+        """Velocity [D, T, A] from the last block's tokens; the state token is dropped."""
+        normalized = self.output_norm(tokens, condition_DE, owners)
+        normalized_DZE = join_samples(normalized, num_tokens, self.tensor_parallel)
+        groups = groups_of(batch, normalized_DZE.shape[0] // batch.size)
+        return self.action_decoder(self.output_proj(normalized_DZE[:, STATE_TOKENS:]), groups)
 
 
-def groups_of(batch: GrootN17Batch) -> EmbodimentGroups:
-    """The batch's embodiment groups."""
-    return EmbodimentGroups(batch.group_embodiment_G, batch.group_sample_GN, batch.sample_place_B)
+def groups_of(batch: GrootN17Batch, num_draws: int = 1) -> EmbodimentGroups:
+    """The embodiment groups of a batch's samples, or of so many action chunks for each of them."""
+    return EmbodimentGroups(batch.group_embodiment_G, batch.group_sample_GN, batch.sample_place_B).of_draws(num_draws)
 
 
 def tuned_modules(model: GrootN17Model, config: GrootN17Config) -> Iterator[tuple[nn.Module, bool]]:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_vla.models.common.flow_matching import interpolate
 from megatron_vla.models.common.precision import dtype_of
 from megatron_vla.models.groot_n1_7.batch import GrootN17Batch
 from megatron_vla.models.groot_n1_7.config import GrootN17Config
@@ -173,8 +172,8 @@ class GrootN17Stage(GrootN17Model, PartialModel):
             if not chunk.is_last:
                 return self._packed(flow, batch, chunk.end_layer, received_N11)
             tokens, condition = flow.streams["tokens"], flow.streams["condition"]
-            velocity_BTA = self.read_out(batch, tokens, condition, self._num_tokens(batch), self._owners(batch))
-        elements_BTA = self.squared_errors(batch, velocity_BTA)
+            velocity_DTA = self.read_out(batch, tokens, condition, self._num_tokens(batch), self._owners(batch))
+        elements_BTA = self.squared_errors(batch, velocity_DTA)
         if received_N11 is None:
             return elements_BTA
         # Squares are not negative, so adding zero changes no bit.
@@ -224,9 +223,8 @@ class GrootN17Stage(GrootN17Model, PartialModel):
         if layers.start == row.vl:
             if row.vl == row.text:
                 streams["vl"] = self.vl_norm(streams.pop("text").to(self.stream_dtype))
-            actions_BTA, noise_BTA = self.flow_inputs(batch)
-            x_BTA = interpolate(noise_BTA, actions_BTA, batch.time_B.to(self.interface_dtype))
-            streams["tokens"], streams["condition"], _ = self.embed(batch, x_BTA, self.time_step(batch.time_B))
+            x_DTA, step_D = self.noisy_actions(batch), self.time_step(batch.time_B.flatten())
+            streams["tokens"], streams["condition"], _ = self.embed(batch, x_DTA, step_D)
         memory, owners = self.sorted_tokens(batch, streams["vl"]), self._owners(batch)
         for index in range(layers.start - row.vl, layers.stop - row.vl):
             memory_BKH, mask = memory.of_block(index, self.config.attend_text_every_n_blocks)
@@ -238,8 +236,11 @@ class GrootN17Stage(GrootN17Model, PartialModel):
     def _num_tokens(self, batch: GrootN17Batch) -> int:
         return batch.actions_BTA.shape[1] + STATE_TOKENS
 
+    def _num_chunks(self, batch: GrootN17Batch) -> int:
+        return batch.size * self.config.flow_draws
+
     def _owners(self, batch: GrootN17Batch) -> Any:
-        return row_owners(batch.size, self._num_tokens(batch), batch.tokens_BS.device, self.tensor_parallel)
+        return row_owners(self._num_chunks(batch), self._num_tokens(batch), batch.tokens_BS.device, self.tensor_parallel)
 
     def _contents(self, batch: GrootN17Batch, cut: int) -> tuple[dict[str, tuple[int, ...]], dict[int, tuple[int, ...]]]:
         """Shapes of the streams and of the deepstack features that are known, and still needed, after `cut` layers."""
@@ -260,8 +261,9 @@ class GrootN17Stage(GrootN17Model, PartialModel):
         else:
             streams["vl"] = token_shape
         if cut > row.vl:
-            streams["tokens"] = stream_shape(num_samples, self._num_tokens(batch), config.dit_hidden_size, parallel)
-            streams["condition"] = (num_samples, config.dit_hidden_size)
+            chunks = self._num_chunks(batch)
+            streams["tokens"] = stream_shape(chunks, self._num_tokens(batch), config.dit_hidden_size, parallel)
+            streams["condition"] = (chunks, config.dit_hidden_size)
         deepstack = {
             place: image_shape
             for place, layer in enumerate(config.vision_deepstack_layers)

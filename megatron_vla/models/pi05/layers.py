@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron_vla.models.common.attention import attend, token_positions
 from megatron_vla.models.common.attention_mask import LENGTH_BACKENDS, AttentionBackend, ReadMask, read_mask
 from megatron_vla.models.common.decoder_layer import AttentionProjections, GatedMlp, KeyValue
+from megatron_vla.models.common.flow_matching import repeated
 from megatron_vla.models.common.normalization import AdaptiveRMSNorm, RMSNorm
 from megatron_vla.models.common.rotary import RotaryTable, rotary_table
 from megatron_vla.models.pi05.config import Pi05Config
@@ -58,11 +59,6 @@ class AttentionPlan:
 
 
 AnyAttentionPlan = AttentionPlan | PackedAttentionPlan
-
-
-def repeated(values_B: Tensor, num_draws: int) -> Tensor:
-    """Each sample's values once for each of its draws: [B * K, ...]."""
-    return values_B if num_draws == 1 else values_B.repeat_interleave(num_draws, dim=0)
 
 
 def plan_attention(

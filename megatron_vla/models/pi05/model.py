@@ -21,12 +21,19 @@ from megatron_vla.data.image import pixels_to_model_range
 from megatron_vla.data.packed_batch import PackedBatch
 from megatron_vla.models.common.attention_mask import LENGTH_BACKENDS, AttentionBackend, valid_first_order
 from megatron_vla.models.common.decoder_layer import KeyValue
-from megatron_vla.models.common.flow_matching import flow_time_embedding, integrate_velocity, noisy_actions, target_velocity
+from megatron_vla.models.common.flow_matching import (
+    flow_time_embedding,
+    integrate_velocity,
+    mean_over_draws,
+    noisy_actions,
+    repeated,
+    target_velocity,
+)
 from megatron_vla.models.common.normalization import AdaptiveRMSNorm, RMSNorm
 from megatron_vla.models.common.vision_encoder import VisionEncoder, VisionSizes
 from megatron_vla.models.pi05.config import Pi05Config
 from megatron_vla.models.pi05.flops import model_units
-from megatron_vla.models.pi05.layers import AnyAttentionPlan, AttentionPlan, JointLayer, plan_attention, repeated
+from megatron_vla.models.pi05.layers import AnyAttentionPlan, AttentionPlan, JointLayer, plan_attention
 from megatron_vla.models.pi05.packed import embed_packed_prefix, plan_packed_attention
 from megatron_vla.parallel.linear import replicated_linear, row_local_linear, token_embedding
 from megatron_vla.parallel.sequence_parallel import join_samples, split_rows
@@ -116,8 +123,7 @@ class Pi05Model(nn.Module):
     def squared_errors(self, velocity_DTA: Tensor, actions_DTA: Tensor, noise_DTA: Tensor) -> Tensor:
         """Squared velocity errors [B, T, A], the mean of a sample's draws."""
         error_DTA = (velocity_DTA - target_velocity(actions_DTA, noise_DTA)).square()
-        draws = self.config.flow_draws
-        return error_DTA if draws == 1 else error_DTA.unflatten(0, (-1, draws)).mean(dim=1)
+        return mean_over_draws(error_DTA, self.config.flow_draws)
 
     def flow_inputs(self, batch: Batch | PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
         """(actions, noise, both [D, T, A] in the interface dtype, flow time [D]); D = B * K, a sample's K draws in a row."""
