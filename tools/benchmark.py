@@ -271,7 +271,7 @@ def run_ladder(arguments: argparse.Namespace) -> dict[str, Any]:
         # Present in a result only where the rung sets variables.
         variables = {"environment": rung["environment"]} if "environment" in rung else {}
         known = kept.get(rung["name"], {})
-        if known.get("flags") == flags and known.get("environment") == rung.get("environment"):
+        if _is_of(known, rung, flags):
             results.append(known)
             for line in _kept_otherwise(known, arguments):
                 print(line, flush=True)
@@ -297,6 +297,12 @@ def _kept(output: Path) -> dict[str, dict[str, Any]]:
     if not output.is_file():
         return {}
     return {r["name"]: r for r in json.loads(output.read_text())["rungs"] if "error" not in r}
+
+
+def _is_of(known: dict[str, Any], rung: dict[str, Any], flags: list[str]) -> bool:
+    """Whether a result is what this rung would measure."""
+    asked = (flags, rung.get("environment"), rung.get("num_processes", 1))
+    return (known.get("flags"), known.get("environment"), known.get("num_gpus")) == asked
 
 
 def _commit() -> str | None:

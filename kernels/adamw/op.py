@@ -33,12 +33,17 @@ class AdamWTensors:
     weight: Tensor | None
 
 
+def is_built() -> bool:
+    """Whether its launcher can be loaded."""
+    return load_launcher("adamw") is not None
+
+
 def can_run(tensors: AdamWTensors, gradient_dtype: torch.dtype) -> bool:
     """Whether the kernel takes this parameter: CUDA, contiguous, fp32 state, fp32 or bf16 gradient and weight."""
     state = (tensors.main, tensors.exp_avg, tensors.exp_avg_sq)
     weight = tensors.weight
     return (
-        load_launcher("adamw") is not None
+        is_built()
         and gradient_dtype in _BYTES_PER_VECTOR
         and all(t.is_cuda and t.is_contiguous() and t.dtype == torch.float32 for t in state)
         and (weight is None or (weight.is_cuda and weight.is_contiguous() and weight.dtype == torch.bfloat16))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_vla.config.training import OptimizerConfig
-from megatron_vla.kernels.adamw.op import AdamWTensors, FusedAdamW, can_run
+from megatron_vla.kernels.adamw.op import AdamWTensors, FusedAdamW, can_run, is_built
 from megatron_vla.kernels.adamw.reference import Coefficients, adamw_update
 from megatron_vla.parallel.owned_part import OwnedPart, OwnerRule, whole_part
 from megatron_vla.parallel.parameter_shard import is_decayed
@@ -147,7 +147,9 @@ class AdamW:
         """Which code makes the update, for the log."""
         if not self.is_fused:
             return "PyTorch operations"
-        return "torch's fused kernel (kernels/adamw was not built)" if self._kernels is None else "one fused kernel"
+        if self._kernels is not None:
+            return "one fused kernel"
+        return f"torch's fused kernel ({'layout of a parameter' if is_built() else 'kernels/adamw was not built'})"
 
     @property
     def trainable(self) -> list[OptimizedParameter]:

@@ -30,6 +30,7 @@ def measured(rung: dict[str, Any], flags: list[str], arguments: argparse.Namespa
         "samples_per_s": SPEEDS[name],
         "steps": arguments.steps,
         "warmup": arguments.warmup,
+        "num_gpus": rung.get("num_processes", 1),
         "samples_per_step": 4 if name == "larger" else 2,
         "losses": [2 - step / 10 + shift for step in range(min(10, arguments.warmup + arguments.steps))],
     }
@@ -85,6 +86,14 @@ def test_kept_rungs_of_other_step_counts_are_compared_and_told(
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("NOTE")]
     others = f"commit {COMMIT} (now fedcba), steps 20 (now 2), warmup 5 (now 1)"
     assert notes == [f"NOTE {name} is kept from another run: {others}" for name in ("first", "second")]
+
+
+def test_a_rung_of_more_processes_is_another() -> None:
+    rung = {"name": "first", "flags": ["--seed", "0"], "num_processes": 2}
+    known = measured(rung, ["--seed", "0"], argparse.Namespace(steps=2, warmup=1))
+    assert benchmark._is_of(known, rung, ["--seed", "0"])
+    assert not benchmark._is_of(known, {**rung, "num_processes": 4}, ["--seed", "0"])
+    assert not benchmark._is_of(known, rung, ["--seed", "1"])
 
 
 def test_rungs_of_files_without_these_records_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
