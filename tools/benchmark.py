@@ -271,7 +271,7 @@ def run_ladder(arguments: argparse.Namespace) -> dict[str, Any]:
         # Present in a result only where the rung sets variables.
         variables = {"environment": rung["environment"]} if "environment" in rung else {}
         known = kept.get(rung["name"], {})
-        if _is_of(known, rung, flags):
+        if _is_result_of(known, rung, flags):
             results.append(known)
             for line in _kept_otherwise(known, arguments):
                 print(line, flush=True)
@@ -299,7 +299,7 @@ def _kept(output: Path) -> dict[str, dict[str, Any]]:
     return {r["name"]: r for r in json.loads(output.read_text())["rungs"] if "error" not in r}
 
 
-def _is_of(known: dict[str, Any], rung: dict[str, Any], flags: list[str]) -> bool:
+def _is_result_of(known: dict[str, Any], rung: dict[str, Any], flags: list[str]) -> bool:
     """Whether a result is what this rung would measure."""
     asked = (flags, rung.get("environment"), rung.get("num_processes", 1))
     return (known.get("flags"), known.get("environment"), known.get("num_gpus")) == asked

@@ -58,7 +58,8 @@ class OptimizerConfig:
     """Denominator term."""
 
     fused_adam: bool = True
-    """On GPUs update all fp32 main parameters in one kernel: kernels/adamw, or torch's own where that was not built (printed).
+    """On GPUs update all fp32 main parameters in one kernel: kernels/adamw, or torch's own where that was not built or
+    does not take a parameter (printed).
     Off: one kernel per operation, as on CPU."""
 
     weight_decay: float = 1e-10

@@ -32,6 +32,21 @@ def _(a8: Tensor, a_slot: Tensor, b8: Tensor, b_slot: Tensor, dtype: torch.dtype
     return a8.new_empty(a8.shape[0], b8.shape[0], dtype=dtype)
 
 
+def _from_scratch(
+    rows_MK: Tensor,
+    weights: Sequence[Tensor],
+    rows_slot: Tensor,
+    weight_slot: Tensor,
+    accumulation: Accumulation,
+    needs: tuple[bool, bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(product [M, N], rows and weights in FP8 and transposed, where `needs` says that backward will read them)."""
+    rows8_MK, rows8_KM = fp8_quantize([rows_MK], rows_slot, is_gradient=False, transposed=needs[1])
+    weight8_NK, weight8_KN = fp8_quantize(weights, weight_slot, is_gradient=False, transposed=needs[0])
+    product_MN = _product(rows8_MK, rows_slot, weight8_NK, weight_slot, rows_MK.dtype, accumulation.fast_forward)
+    return product_MN, rows8_KM, weight8_KN
+
+
 class _Product(torch.autograd.Function):
     """rows [M, K] times the transposed, joined weights [N, K]. `needs`: gradients of (rows, weights)."""
 
@@ -46,12 +61,11 @@ class _Product(torch.autograd.Function):
         needs: tuple[bool, bool],
         *weights: Tensor,
     ) -> Tensor:
-        rows8_MK, rows8_KM = fp8_quantize([rows_MK], rows_slot, is_gradient=False, transposed=needs[1])
-        weight8_NK, weight8_KN = fp8_quantize(weights, weight_slot, is_gradient=False, transposed=needs[0])
+        product_MN, rows8_KM, weight8_KN = _from_scratch(rows_MK, weights, rows_slot, weight_slot, accumulation, needs)
         ctx.save_for_backward(rows8_KM, weight8_KN, rows_slot, weight_slot, gradient_slot)
         ctx.accumulation, ctx.needs, ctx.rows_dtype = accumulation, needs, rows_MK.dtype
         ctx.sizes = [weight.shape[0] for weight in weights]
-        return _product(rows8_MK, rows_slot, weight8_NK, weight_slot, rows_MK.dtype, accumulation.fast_forward)
+        return product_MN
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -138,6 +152,8 @@ class DelayedBackend:
         """See Fp8Backend."""
         slots = self.slots
         needs = _needs(rows_MK, weights)
+        if not any(needs):  # see needs_gradient
+            return _from_scratch(rows_MK, weights, slots.rows, slots.weight, self.accumulation, needs)[0]
         result: Tensor = _Product.apply(rows_MK, slots.rows, slots.weight, slots.gradient, self.accumulation, needs, *weights)
         return result
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_vla.kernels.fp8_quantize.op import ACTIVATION_DTYPE, GRADIENT_DTYPE
+from megatron_vla.models.common.joined_parameters import needs_gradient
 
 # Keeps the scale of an all-zero tensor finite.
 SMALLEST_AMAX = 1e-12
@@ -66,6 +67,19 @@ def _joined(matrices: Sequence[Tensor]) -> Tensor:
     return torch.cat([matrix.view(torch.uint8) for matrix in matrices]).view(matrices[0].dtype)
 
 
+def _from_scratch(
+    rows_MK: Tensor, weights: Sequence[Tensor], accumulation: Accumulation
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(product [M, N], rows in FP8, their scale, the weights' scale)."""
+    rows_scale = scale_of([rows_MK], ACTIVATION_DTYPE)
+    weight_scale = scale_of(weights, ACTIVATION_DTYPE)
+    rows8_MK = quantized(rows_MK, rows_scale, ACTIVATION_DTYPE)
+    weight8_NK = _joined([quantized(weight, weight_scale, ACTIVATION_DTYPE) for weight in weights])
+    scales = rows_scale.reciprocal(), weight_scale.reciprocal()
+    product_MN = scaled_product(rows8_MK, scales[0], weight8_NK, scales[1], rows_MK.dtype, accumulation.fast_forward)
+    return product_MN, rows8_MK, rows_scale, weight_scale
+
+
 class _Fp8Product(torch.autograd.Function):
     """rows [M, K] times the transposed weights [N, K], which share one scale. New memory for backward: rows in FP8.
 
@@ -75,15 +89,11 @@ class _Fp8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_MK: Tensor, accumulation: Accumulation, *weights: Tensor) -> Tensor:
-        rows_scale = scale_of([rows_MK], ACTIVATION_DTYPE)
-        weight_scale = scale_of(weights, ACTIVATION_DTYPE)
-        rows8_MK = quantized(rows_MK, rows_scale, ACTIVATION_DTYPE)
-        weight8_NK = _joined([quantized(weight, weight_scale, ACTIVATION_DTYPE) for weight in weights])
-        ctx.save_for_backward(rows8_MK, rows_scale, weight_scale, *weights)
+        product_MN, *saved = _from_scratch(rows_MK, weights, accumulation)
+        ctx.save_for_backward(*saved, *weights)
         ctx.accumulation = accumulation
         ctx.rows_dtype = rows_MK.dtype
-        scales = rows_scale.reciprocal(), weight_scale.reciprocal()
-        return scaled_product(rows8_MK, scales[0], weight8_NK, scales[1], rows_MK.dtype, accumulation.fast_forward)
+        return product_MN
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -111,5 +121,7 @@ class _Fp8Product(torch.autograd.Function):
 
 def fp8_product(rows_MK: Tensor, weights: Sequence[Tensor], accumulation: Accumulation) -> Tensor:
     """rows [M, K] @ [weights [N_i, K] joined]^T -> [M, sum N_i] in the rows' dtype; M, K and every N_i multiples of 16."""
+    if not needs_gradient([rows_MK, *weights]):
+        return _from_scratch(rows_MK, weights, accumulation)[0]
     result: Tensor = _Fp8Product.apply(rows_MK, accumulation, *weights)
     return result

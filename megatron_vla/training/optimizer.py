@@ -149,7 +149,8 @@ class AdamW:
             return "PyTorch operations"
         if self._kernels is not None:
             return "one fused kernel"
-        return f"torch's fused kernel ({'layout of a parameter' if is_built() else 'kernels/adamw was not built'})"
+        why = "layout or dtype of a parameter" if is_built() else "kernels/adamw was not built"
+        return f"torch's fused kernel ({why})" if self.parameters else "nothing to update on this rank"
 
     @property
     def trainable(self) -> list[OptimizedParameter]:

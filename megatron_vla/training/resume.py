@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vla.config.cli import flag_name
-from megatron_vla.config.run import RunConfig
+from megatron_vla.config.run import SECTIONS, RunConfig
 from megatron_vla.config.training import CheckpointConfig
 from megatron_vla.data.preprocess import STATISTICS_FILE, TOKENIZER_FILE
 from megatron_vla.findings import Finding, error, warning
@@ -32,7 +32,8 @@ HARMLESS_FIELDS = frozenset(
         "training.check_for_nan_in_loss_and_grad",
         "optimizer.fused_adam",  # rounds differently, as other kernels do
         "family.num_inference_steps",
-        "family.vision_projector_init",  # only read when nothing is resumed
+        "family.vision_projector_init",  # these two are only read when nothing is resumed
+        "family.embodiment_init",
         "data.prompt_padding",  # moves no loss, and pipelines need one length; --max-prompt-length, which cuts, is compared
         "data.data_path",  # a moved dataset is the same one: the statistics' fingerprint and the order hash prove it
         "data.num_workers",
@@ -85,15 +86,13 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def changed_flags(stored: dict[str, Any], current: dict[str, Any]) -> Iterator[ChangedFlag]:
-    """Fields of `current` that differ in `stored`; a field that the stored version did not have is new and not a change."""
-    for section, fields in current.items():
-        if section == "given":
-            continue
-        before = stored.get(section, {})
-        for name, value in fields.items():
+def changed_flags(stored: dict[str, Any], current: RunConfig) -> Iterator[ChangedFlag]:
+    """Fields of `current` that differ in `stored`; a field that the stored version did not have yet had its default."""
+    for section, kind in {**SECTIONS, "family": type(current.family)}.items():
+        before = {**dataclasses.asdict(kind()), **stored.get(section, {})}
+        for name, value in dataclasses.asdict(getattr(current, section)).items():
             field = f"{section}.{name}"
-            if name in before and _plain(before[name]) != _plain(value) and field not in SILENT_FIELDS:
+            if _plain(before[name]) != _plain(value) and field not in SILENT_FIELDS:
                 yield ChangedFlag(field, _plain(before[name]), _plain(value))
 
 
@@ -124,7 +123,7 @@ def resume_findings(found: CheckpointFolder | None, config: RunConfig, world_siz
     """Errors for dangerous differences, and lines to print for harmless ones (all of them with --override-resume-flags)."""
     if found is None:
         return [], []
-    changes = list(changed_flags(found.config(), config.to_dict()))
+    changes = list(changed_flags(found.config(), config))
     if config.data.packing:
         # The size of a pack: it decides which samples are in a global batch, even where their number of slots stays.
         changes = [dataclasses.replace(c, changes_packs=True) if c.field == "training.micro_batch_size" else c for c in changes]

@@ -133,6 +133,13 @@ def test_four_processes(four: WorkerPool, alone: dict[bool, Result], flags: tupl
     assert_same(ranks, alone["--tune-llm" in flags])
 
 
+def test_several_draws_in_four_processes(four: WorkerPool) -> None:
+    draws = ("--fp64", "--flow-draws", "3")
+    expected = groot_parallel_cases.take_steps(0, [*draws, *ONE_PASS], 2)
+    for layout in ((*PP2, *TP2, "--sequence-parallel"), ("--data-parallel-strategy", "fsdp2")):
+        assert_same([outcome.value for outcome in four.run("take_steps", [*draws, *FOUR_PASSES, *layout], 2)], expected)
+
+
 def test_stages_of_rounded_models_equal_one_process(two: WorkerPool) -> None:
     """bf16 backbone and autocast: what travels is not rounded again."""
     for flags in (["--bf16"], ["--autocast-bf16"]):

@@ -91,9 +91,9 @@ def test_kept_rungs_of_other_step_counts_are_compared_and_told(
 def test_a_rung_of_more_processes_is_another() -> None:
     rung = {"name": "first", "flags": ["--seed", "0"], "num_processes": 2}
     known = measured(rung, ["--seed", "0"], argparse.Namespace(steps=2, warmup=1))
-    assert benchmark._is_of(known, rung, ["--seed", "0"])
-    assert not benchmark._is_of(known, {**rung, "num_processes": 4}, ["--seed", "0"])
-    assert not benchmark._is_of(known, rung, ["--seed", "1"])
+    assert benchmark._is_result_of(known, rung, ["--seed", "0"])
+    assert not benchmark._is_result_of(known, {**rung, "num_processes": 4}, ["--seed", "0"])
+    assert not benchmark._is_result_of(known, rung, ["--seed", "1"])
 
 
 def test_rungs_of_files_without_these_records_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from training_fixtures import tiny_config
 
 from megatron_vla.config.run import SECTIONS, RunConfig
 from megatron_vla.findings import CheckError
-from megatron_vla.models.registry import model_family
+from megatron_vla.models.registry import MODEL_FAMILIES, model_family
 from megatron_vla.training.checkpoint_folder import POINTER, CheckpointFolder, iteration_folder
 from megatron_vla.training.preparation import prepare
 from megatron_vla.training.resume import (
@@ -42,6 +42,20 @@ def stored(root: Path, config: RunConfig, iteration: int = 10, global_batch_size
 def test_K05_same_flags_resume_silently(tmp_path: Path) -> None:
     found = stored(tmp_path, tiny_config("--save", "a"))
     assert resume_findings(found, tiny_config("--save", "b", "--load", "a"), 1) == ([], [])
+
+
+def test_K05_a_flag_that_the_checkpoint_does_not_know_had_its_default(tmp_path: Path) -> None:
+    content = tiny_config().to_dict()
+    del content["family"]["flow_draws"], content["evaluation"]
+    older = stored(tmp_path, tiny_config())
+    (older.path / "config.json").write_text(json.dumps(content))
+    assert resume_findings(older, tiny_config(), 1) == ([], [])
+    (finding,), lines = resume_findings(older, tiny_config("--flow-draws", "4", "--eval-interval", "5"), 1)
+    assert finding.severity == "error" and (finding.where, lines) == (
+        "--flow-draws",
+        ["resume with changed flag --eval-interval: not set -> 5"],
+    )
+    assert finding.what.endswith(": 1 -> 4")
 
 
 def test_K05_harmless_changes_are_printed(tmp_path: Path) -> None:
@@ -97,7 +111,8 @@ def test_global_batch_is_compared_by_its_effective_size(tmp_path: Path) -> None:
 
 
 def test_harmless_names_are_real_fields() -> None:
-    config = tiny_config().to_dict()
+    families = [vars(model_family(name).config_type()) for name in MODEL_FAMILIES]
+    config = {**tiny_config().to_dict(), "family": {field for family in families for field in family}}
     for name in HARMLESS_FIELDS:
         section, field = name.split(".")
         assert field in config[section], name

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from graph_fixtures import assert_same_state, with_graphs
-from groot_model_fixtures import gradients, tiny_batch, tiny_config, tiny_model
+from groot_model_fixtures import gradients, mean_loss, tiny_batch, tiny_config, tiny_model
 from recorded_operations import OperationRecorder
 from torch._dynamo.utils import counters
 from training_fixtures import build_run, take_steps
@@ -18,6 +18,7 @@ from megatron_vla.config.check import check
 from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.config.parallel import ParallelConfig
 from megatron_vla.config.run import RunConfig, parse_args
+from megatron_vla.kernels.fp8_quantize.op import CALIBRATION
 from megatron_vla.models.common.merged_linear import merged_linear
 from megatron_vla.models.groot_n1_7 import model as groot_model
 from megatron_vla.models.groot_n1_7.family import FAMILY
@@ -98,6 +99,7 @@ def test_what_is_merged_is_printed() -> None:
         ("per_layer", {}),
         pytest.param("per_layer", {"tune_llm": True, "tune_visual": True}, marks=pytest.mark.slow),
         pytest.param("multi_group", {}, marks=pytest.mark.slow),
+        pytest.param("multi_group", {"flow_draws": 2}, marks=pytest.mark.slow),
         ("per_layer", {"flow_draws": 2}),
         pytest.param("backbone", {}, marks=pytest.mark.slow),
         pytest.param("backbone", {"flow_draws": 2}, marks=pytest.mark.slow),
@@ -110,6 +112,28 @@ def test_compiled_layers_compute_the_same(aot_eager: None, scope: Any, tuned: di
     switches = OptimizationConfig(compile=True, compile_scope=scope, activation_checkpoint_module_patterns=patterns)
     assert_same_gradients(switches, 1e-12, **tuned)
     assert counters["stats"]["unique_graphs"] == NUM_GRAPHS[scope], "equal layers share a graph, and nothing breaks one"
+
+
+@pytest.mark.parametrize("scope", ["per_layer", "backbone", "multi_group"])
+@pytest.mark.parametrize("neighbours", [True, False])
+def test_frozen_layers_are_compiled_with_merged_projections(aot_eager: None, scope: Any, neighbours: bool) -> None:
+    """Where nothing needs a gradient torch 2.13 compiles some calls wrongly (joined_parameters.needs_gradient)."""
+    merged = {"merge_projections": True, "neighbouring_weights": neighbours}
+    assert_same_gradients(OptimizationConfig(**merged, compile=True, compile_scope=scope), 1e-12, flow_draws=2)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_frozen_layers_are_compiled_in_fp8(aot_eager: None, recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CALIBRATION, "active", False)  # a process has one
+    options: dict[str, Any] = {"fp8": "native", "fp8_recipe": recipe, "fp8_min_dim": 64, "merge_projections": True}
+    for neighbours in (True, False):
+        losses = []
+        for compiled in (False, True):
+            switches = OptimizationConfig(**options, neighbouring_weights=neighbours, compile=compiled)
+            model = apply_optimizations(tiny_model(dtype=torch.bfloat16), switches, FAMILY, lambda line: None)
+            assert isinstance(model, GrootN17Model)
+            losses.append(float(mean_loss(model, tiny_batch()).detach()))
+        assert losses[0] == losses[1], neighbours
 
 
 def test_warm_up_leaves_no_trace(aot_eager: None, groups: ParallelGroups) -> None:

@@ -89,7 +89,18 @@ def parameter_parts(linears: Sequence[nn.Module], name: ParameterName) -> list[T
     """The parameters of `linears` in order: one tensor with the rows of all where they are neighbours, else one per layer."""
     parts: list[Tensor] = [linear.get_parameter(name) for linear in linears]
     joined = _view_of_neighbours(linears, name) if len(parts) > 1 else None
-    return parts if joined is None else [cast(Tensor, _Joined.apply(joined, *parts))]
+    if joined is None:
+        return parts
+    return [cast(Tensor, _Joined.apply(joined, *parts)) if needs_gradient(parts) else joined]
+
+
+def needs_gradient(tensors: Sequence[Tensor]) -> bool:
+    """Whether backward will want the gradient of any: not in sampling, and not of frozen layers.
+
+    Ask before calling a torch.autograd.Function whose forward takes *tensors: where none of these needs a gradient, torch 2.13
+    compiles the call with two of them or more one place off (shapes that do not fit, or wrong numbers).
+    """
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def joined_parameter(linears: Sequence[nn.Module], name: ParameterName) -> Tensor:

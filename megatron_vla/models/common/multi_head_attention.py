@@ -78,7 +78,8 @@ class MultiHeadAttention(MergesProjections):
     def read(self, tokens_BQH: Tensor, memory: KeyValue | None = None, mask_B11K: Tensor | None = None) -> Tensor:
         """What the tokens read from `memory`, or from each other: [B, Q, H].
 
-        Several token sequences of a sample in a row may read one memory, blind to each other: their queries stand side by side.
+        `tokens_BQH` may have several sequences for each sample of the memory, in a row (B is then their number): they read it
+        blind to each other, as more queries of one sample.
         """
         if memory is None:
             query_BNQD, memory = self.query_key_value(tokens_BQH)

@@ -4,7 +4,8 @@ A sample is a mapping of arrays named as the batch's fields, without what metada
     tokens_BS int64 [S], token_is_valid_BS bool [S]: left-padded, all samples to one S (--max-prompt-length);
     pixels_PC [P, C]: the patch rows of its images; image_grid_I3 int64 [images, 3]: (time slices, rows, columns) of each;
     state_BHD [H, D], state_is_dropped_B bool, embodiment_B int64, actions_BTA, action_is_valid_BTA [T, A],
-    action_dim_is_valid_BA [A], noise_BTA [T, A], time_B, sample_index_B, epoch_B.
+    action_dim_is_valid_BA [A], noise_BTA [T, A] and time_B (or one draw after the other, and as many times), sample_index_B,
+    epoch_B.
 
 Shape legend: as batch.py.
 """

@@ -2,8 +2,8 @@
 
 Under sequence parallelism the streams between the layers are this rank's rows.
 
-Shape legend: B samples, S vision-language tokens, K tokens that a block reads, T action steps, Z state and action tokens, H
-their widths, C condition width.
+Shape legend: B samples (of the DiT's own tokens: action chunks, see model.py), S vision-language tokens, K tokens that a block
+reads, T action steps, Z state and action tokens, H their widths, C condition width.
 """
 
 from __future__ import annotations

@@ -289,6 +289,7 @@ class GrootN17Model(nn.Module):
     def embed(self, batch: GrootN17Batch, x_DTA: Tensor, step_D: Tensor) -> tuple[Tensor, Tensor, RowOwners | None]:
         """(state and action tokens as a residual stream, condition [D, E] after its activation, owners of this rank's rows)."""
         num_draws = x_DTA.shape[0] // batch.size
+        assert x_DTA.shape[0] == num_draws * batch.size, (tuple(x_DTA.shape), batch.size)
         if self.config.mask_padded_action_dims:
             x_DTA = torch.where(repeated(batch.action_dim_is_valid_BA, num_draws)[:, None], x_DTA, 0.0)
         state_B1E = self.state_encoder(batch.state_BHD.flatten(1).unsqueeze(1), groups_of(batch))

@@ -33,18 +33,18 @@ def state_is_dropped(config: GrootN17Config, stream: int, seed: int, epoch: int,
 
 
 def draws(config: GrootN17Config, seed: int, epoch: int, sample_index: int) -> dict[str, Any]:
-    """Noise [K * T, A] and flow times (0 = noise, 1 = data) of K draws, and feature dropout, of one training sample.
+    """Noise [draws * T, A], flow times [draws] (0 = noise, 1 = data) and feature dropout of one training sample.
 
-    The first draws do not depend on how many there are. Time: u ~ Beta(1.5, 1) by its inverse CDF, t = 0.999 (1 - u); no array
-    of one.
+    The time of a single draw is a scalar. The first draws do not depend on how many there are. Time: u ~ Beta(1.5, 1) by its
+    inverse CDF, t = 0.999 (1 - u).
     """
     num_draws = config.flow_draws
     shape = (num_draws * config.action_horizon, config.max_action_dim)
-    uniform_K = sample_generator(seed, TIME_STREAM, epoch, sample_index).random(num_draws)
-    time_K = ((1.0 - uniform_K ** (2.0 / 3.0)) * TIME_SCALE).astype(np.float32)
+    uniform = sample_generator(seed, TIME_STREAM, epoch, sample_index).random(num_draws)
+    times = ((1.0 - uniform ** (2.0 / 3.0)) * TIME_SCALE).astype(np.float32)
     return {
         "noise_BTA": sample_generator(seed, NOISE_STREAM, epoch, sample_index).standard_normal(shape, dtype=np.float32),
-        "time_B": time_K[0] if num_draws == 1 else time_K,
+        "time_B": times[0] if num_draws == 1 else times,
         "state_is_dropped_B": np.bool_(state_is_dropped(config, STATE_FEATURE_STREAM, seed, epoch, sample_index)),
     }
 
