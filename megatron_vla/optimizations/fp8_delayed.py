@@ -32,7 +32,7 @@ def _(a8: Tensor, a_slot: Tensor, b8: Tensor, b_slot: Tensor, dtype: torch.dtype
     return a8.new_empty(a8.shape[0], b8.shape[0], dtype=dtype)
 
 
-def _from_scratch(
+def _forward_product(
     rows_MK: Tensor,
     weights: Sequence[Tensor],
     rows_slot: Tensor,
@@ -61,7 +61,7 @@ class _Product(torch.autograd.Function):
         needs: tuple[bool, bool],
         *weights: Tensor,
     ) -> Tensor:
-        product_MN, rows8_KM, weight8_KN = _from_scratch(rows_MK, weights, rows_slot, weight_slot, accumulation, needs)
+        product_MN, rows8_KM, weight8_KN = _forward_product(rows_MK, weights, rows_slot, weight_slot, accumulation, needs)
         ctx.save_for_backward(rows8_KM, weight8_KN, rows_slot, weight_slot, gradient_slot)
         ctx.accumulation, ctx.needs, ctx.rows_dtype = accumulation, needs, rows_MK.dtype
         ctx.sizes = [weight.shape[0] for weight in weights]
@@ -153,7 +153,7 @@ class DelayedBackend:
         slots = self.slots
         needs = _needs(rows_MK, weights)
         if not any(needs):  # see needs_gradient
-            return _from_scratch(rows_MK, weights, slots.rows, slots.weight, self.accumulation, needs)[0]
+            return _forward_product(rows_MK, weights, slots.rows, slots.weight, self.accumulation, needs)[0]
         result: Tensor = _Product.apply(rows_MK, slots.rows, slots.weight, slots.gradient, self.accumulation, needs, *weights)
         return result
 

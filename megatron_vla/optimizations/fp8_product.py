@@ -67,7 +67,7 @@ def _joined(matrices: Sequence[Tensor]) -> Tensor:
     return torch.cat([matrix.view(torch.uint8) for matrix in matrices]).view(matrices[0].dtype)
 
 
-def _from_scratch(
+def _forward_product(
     rows_MK: Tensor, weights: Sequence[Tensor], accumulation: Accumulation
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(product [M, N], rows in FP8, their scale, the weights' scale)."""
@@ -89,7 +89,7 @@ class _Fp8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_MK: Tensor, accumulation: Accumulation, *weights: Tensor) -> Tensor:
-        product_MN, *saved = _from_scratch(rows_MK, weights, accumulation)
+        product_MN, *saved = _forward_product(rows_MK, weights, accumulation)
         ctx.save_for_backward(*saved, *weights)
         ctx.accumulation = accumulation
         ctx.rows_dtype = rows_MK.dtype
@@ -122,6 +122,6 @@ class _Fp8Product(torch.autograd.Function):
 def fp8_product(rows_MK: Tensor, weights: Sequence[Tensor], accumulation: Accumulation) -> Tensor:
     """rows [M, K] @ [weights [N_i, K] joined]^T -> [M, sum N_i] in the rows' dtype; M, K and every N_i multiples of 16."""
     if not needs_gradient([rows_MK, *weights]):
-        return _from_scratch(rows_MK, weights, accumulation)[0]
+        return _forward_product(rows_MK, weights, accumulation)[0]
     result: Tensor = _Fp8Product.apply(rows_MK, accumulation, *weights)
     return result
