@@ -17,6 +17,8 @@ from megatron_vla.kernels import launch, load_launcher
 from megatron_vla.kernels.adamw.reference import Coefficients
 from megatron_vla.kernels.tensor_table import AddressTable, BlockMap
 
+_LAUNCHER = load_launcher("adamw")
+IS_BUILT = _LAUNCHER is not None
 # Elements of one block: 16 pieces of 2048 (512 threads on four elements). The base model then has about 100,000 blocks.
 CHUNK = 32768
 _WORDS_PER_ROW = 8
@@ -33,17 +35,12 @@ class AdamWTensors:
     weight: Tensor | None
 
 
-def is_built() -> bool:
-    """Whether its launcher can be loaded."""
-    return load_launcher("adamw") is not None
-
-
 def can_run(tensors: AdamWTensors, gradient_dtype: torch.dtype) -> bool:
     """Whether the kernel takes this parameter: CUDA, contiguous, fp32 state, fp32 or bf16 gradient and weight."""
     state = (tensors.main, tensors.exp_avg, tensors.exp_avg_sq)
     weight = tensors.weight
     return (
-        is_built()
+        IS_BUILT
         and gradient_dtype in _BYTES_PER_VECTOR
         and all(t.is_cuda and t.is_contiguous() and t.dtype == torch.float32 for t in state)
         and (weight is None or (weight.is_cuda and weight.is_contiguous() and weight.dtype == torch.bfloat16))
@@ -58,9 +55,8 @@ class FusedAdamW:
     """
 
     def __init__(self, parameters: Sequence[AdamWTensors], betas: tuple[float, float], eps: float):
-        launcher = load_launcher("adamw")
-        assert launcher is not None and parameters
-        self._launcher = launcher.adamw_launch
+        assert _LAUNCHER is not None and parameters
+        self._launcher = _LAUNCHER.adamw_launch
         self._launcher.argtypes = [
             *([ctypes.c_void_p] * 3),
             ctypes.c_int,

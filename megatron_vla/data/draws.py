@@ -64,27 +64,41 @@ class _Restarted(threading.local):
 _restarted = _Restarted()
 
 
-def flow_draws(
+def noise_and_shares(
     seed: int, epoch: int, sample_index: int, horizon: int, dim: int, num_draws: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(noise float32 [K * T, A] ~ N(0, 1), flow times float32 [K] in (0, 1], 1 = noise), draw after draw.
+    """(noise float32 [K * T, A] ~ N(0, 1), shares float64 [K] ~ Beta(1.5, 1) by its inverse CDF u^(2/3)), draw after draw.
 
-    The first draws do not depend on how many there are.
-    Time: tau ~ Beta(1.5, 1) by its inverse CDF u^(2/3), then t = 0.999 tau + 0.001 (Pi0, arXiv:2410.24164; openpi).
+    The first draws do not depend on how many there are. Families make their flow times of the shares: see `flow_draws`.
     """
     # Drawn in padded dimensions too: released weights were trained with noise there.
     generator = _restarted.generator
     noise_TA = generator(seed, NOISE_STREAM, epoch, sample_index).standard_normal((num_draws * horizon, dim), dtype=np.float32)
     # A stream of its own, so that another horizon does not change the times.
     uniform_K = generator(seed, TIME_STREAM, epoch, sample_index).random(num_draws)
-    return noise_TA, (0.999 * uniform_K ** (2.0 / 3.0) + 0.001).astype(np.float32)
+    return noise_TA, uniform_K ** (2.0 / 3.0)
+
+
+def flow_draws(
+    seed: int, epoch: int, sample_index: int, horizon: int, dim: int, num_draws: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """(noise float32 [K * T, A] ~ N(0, 1), flow times float32 [K] in (0, 1], 1 = noise), draw after draw.
+
+    Time: tau ~ Beta(1.5, 1), then t = 0.999 tau + 0.001 (Pi0, arXiv:2410.24164; openpi).
+    """
+    noise_TA, share_K = noise_and_shares(seed, epoch, sample_index, horizon, dim, num_draws)
+    return noise_TA, (0.999 * share_K + 0.001).astype(np.float32)
+
+
+def fields_of_draws(noise_TA: np.ndarray, time_K: np.ndarray) -> dict[str, Any]:
+    """A sample's draws as the fields of a batch: the time of a single one is a scalar."""
+    return {"noise_BTA": noise_TA, "time_B": time_K[0] if len(time_K) == 1 else time_K}
 
 
 def flow_draw_fields(family: Any, seed: int, epoch: int, sample_index: int) -> dict[str, Any]:
     """`flow_draws` for a family's number of draws, horizon and action width, as the fields of Batch."""
-    num_draws = family.flow_draws
-    noise_TA, time_K = flow_draws(seed, epoch, sample_index, family.action_horizon, family.max_action_dim, num_draws)
-    return {"noise_BTA": noise_TA, "time_B": time_K[0] if num_draws == 1 else time_K}
+    sizes = family.action_horizon, family.max_action_dim, family.flow_draws
+    return fields_of_draws(*flow_draws(seed, epoch, sample_index, *sizes))
 
 
 # In place of draws when actions are sampled: every sample starts from pure noise.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_vla.kernels.fp8_quantize.op import RECIPROCAL, fp8_gated_gelu, fp8_gated_gelu_backward, fp8_quantize
+from megatron_vla.models.common.joined_parameters import needs_gradient
 from megatron_vla.optimizations.fp8_product import Accumulation, scaled_product
 from megatron_vla.optimizations.fp8_scaling import DelayedScaling, LayerSlots
 
@@ -168,6 +169,4 @@ class DelayedBackend:
 
 def _needs(rows: Tensor, weights: Sequence[Tensor]) -> tuple[bool, bool]:
     """Whether backward will want gradients of rows, and of any weight: nothing is transposed for one that never comes."""
-    if not torch.is_grad_enabled():
-        return False, False
-    return rows.requires_grad, any(weight.requires_grad for weight in weights)
+    return needs_gradient([rows]), needs_gradient(weights)

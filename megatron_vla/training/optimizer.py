@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_vla.config.training import OptimizerConfig
-from megatron_vla.kernels.adamw.op import AdamWTensors, FusedAdamW, can_run, is_built
+from megatron_vla.kernels.adamw.op import IS_BUILT, AdamWTensors, FusedAdamW, can_run
 from megatron_vla.kernels.adamw.reference import Coefficients, adamw_update
 from megatron_vla.parallel.owned_part import OwnedPart, OwnerRule, whole_part
 from megatron_vla.parallel.parameter_shard import is_decayed
@@ -149,7 +149,7 @@ class AdamW:
             return "PyTorch operations"
         if self._kernels is not None:
             return "one fused kernel"
-        why = "layout or dtype of a parameter" if is_built() else "kernels/adamw was not built"
+        why = "layout or dtype of a parameter" if IS_BUILT else "kernels/adamw was not built"
         return f"torch's fused kernel ({why})" if self.parameters else "nothing to update on this rank"
 
     @property

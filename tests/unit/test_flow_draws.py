@@ -6,22 +6,14 @@ import dataclasses
 
 import pytest
 import torch
-from pi05_fixtures import assert_gradients_close, gradients, mean_loss, replaced, tiny_batch, tiny_config, tiny_model
-from torch import Tensor
+from flow_draws_fixtures import DRAWS, assert_mean_of_single_draws, single
+from pi05_fixtures import gradients, mean_loss, tiny_batch, tiny_config, tiny_model
 
 from megatron_vla.config.run import parse_args
-from megatron_vla.data.batch import Batch
 from megatron_vla.models.common.attention_mask import AttentionBackend
 from megatron_vla.models.pi05.family import FAMILY
 from megatron_vla.models.pi05.flops import model_units
 from megatron_vla.models.pi05.model import Pi05Model
-
-DRAWS = 3
-
-
-def single(batch: Batch, draw: int) -> Batch:
-    """One of the draws."""
-    return replaced(batch, noise_BTA=batch.noise_BTA.unflatten(1, (DRAWS, -1))[:, draw], time_B=batch.time_B[:, draw])
 
 
 def models(backend: AttentionBackend, **changes: object) -> tuple[Pi05Model, Pi05Model]:
@@ -37,14 +29,7 @@ def test_loss_and_gradients_are_the_mean_of_single_draws(backend: AttentionBacke
     together, alone = models(backend, **changes)
     batch = tiny_batch(together.config)
     assert torch.equal(single(batch, 0).noise_BTA, tiny_batch().noise_BTA)
-    losses = [float(mean_loss(alone, single(batch, draw)).detach()) for draw in range(DRAWS)]
-    assert len(set(losses)) == DRAWS
-    assert float(mean_loss(together, batch).detach()) == pytest.approx(sum(losses) / DRAWS, rel=1e-12)
-    sums: dict[str, Tensor] = {}
-    for draw in range(DRAWS):
-        for name, gradient in gradients(alone, single(batch, draw)).items():
-            sums[name] = sums.get(name, 0.0) + gradient / DRAWS
-    assert_gradients_close(gradients(together, batch), sums, rtol=1e-9, atol=1e-13)
+    assert_mean_of_single_draws(together, alone, batch, mean_loss, gradients)
 
 
 def test_sampling_does_not_know_of_them() -> None:

@@ -8,25 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flow_draws_fixtures import DRAWS, assert_mean_of_single_draws
 from groot_model_fixtures import gradients, mean_loss, replaced, tiny_batch, tiny_config, tiny_model
-from pi05_fixtures import assert_gradients_close
-from torch import Tensor
 
 from megatron_vla.config.optimization import OptimizationConfig
 from megatron_vla.config.run import parse_args
 from megatron_vla.models.common.attention_mask import AttentionBackend
-from megatron_vla.models.groot_n1_7.batch import GrootN17Batch
 from megatron_vla.models.groot_n1_7.family import FAMILY
 from megatron_vla.models.groot_n1_7.model import GrootN17Model
 from megatron_vla.models.groot_n1_7.sampling import sample_actions
 from megatron_vla.optimizations.apply import apply_optimizations
-
-DRAWS = 3
-
-
-def single(batch: GrootN17Batch, draw: int) -> GrootN17Batch:
-    """One of the draws."""
-    return replaced(batch, noise_BTA=batch.noise_BTA.unflatten(1, (DRAWS, -1))[:, draw], time_B=batch.time_B[:, draw])
 
 
 def models(backend: AttentionBackend = "eager", **changes: Any) -> tuple[GrootN17Model, GrootN17Model]:
@@ -34,17 +25,6 @@ def models(backend: AttentionBackend = "eager", **changes: Any) -> tuple[GrootN1
     config = tiny_config(tune_llm=True, tune_visual=True, **changes)
     several = dataclasses.replace(config, flow_draws=DRAWS)
     return tiny_model(several, attention_backend=backend), tiny_model(config, attention_backend=backend)
-
-
-def assert_mean_of_single_draws(together: GrootN17Model, alone: GrootN17Model, batch: GrootN17Batch) -> None:
-    losses = [float(mean_loss(alone, single(batch, draw)).detach()) for draw in range(DRAWS)]
-    assert len(set(losses)) == DRAWS
-    assert float(mean_loss(together, batch).detach()) == pytest.approx(sum(losses) / DRAWS, rel=1e-12)
-    sums: dict[str, Tensor] = {}
-    for draw in range(DRAWS):
-        for name, gradient in gradients(alone, single(batch, draw)).items():
-            sums[name] = sums.get(name, 0.0) + gradient / DRAWS
-    assert_gradients_close(gradients(together, batch), sums, rtol=1e-9, atol=1e-13)
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
@@ -56,7 +36,7 @@ def assert_mean_of_single_draws(together: GrootN17Model, alone: GrootN17Model, b
 def test_loss_and_gradients_are_the_mean_of_single_draws(backend: AttentionBackend, changes: dict[str, Any]) -> None:
     together, alone = models(backend, **changes)
     batch = tiny_batch(together.config)
-    assert_mean_of_single_draws(together, alone, batch)
+    assert_mean_of_single_draws(together, alone, batch, mean_loss, gradients)
     # Two embodiments, a group for each; then one group that is the whole batch.
     assert batch.group_embodiment_G.shape[0] == 2
     one_embodiment = replaced(
@@ -66,7 +46,7 @@ def test_loss_and_gradients_are_the_mean_of_single_draws(backend: AttentionBacke
         group_sample_GN=torch.arange(2)[None],
         sample_place_B=torch.arange(2),
     )
-    assert_mean_of_single_draws(together, alone, one_embodiment)
+    assert_mean_of_single_draws(together, alone, one_embodiment, mean_loss, gradients)
 
 
 def test_unfilled_groups() -> None:
@@ -79,7 +59,7 @@ def test_unfilled_groups() -> None:
         group_sample_GN=torch.tensor([[-1, 0], [1, -1], [-1, -1]]),
         sample_place_B=torch.tensor([1, 2]),
     )
-    assert_mean_of_single_draws(together, alone, static)
+    assert_mean_of_single_draws(together, alone, static, mean_loss, gradients)
     torch.testing.assert_close(together(static), together(batch), rtol=1e-12, atol=1e-12)
 
 
@@ -87,7 +67,7 @@ def test_merged_projections_read_the_backbone_once() -> None:
     together, alone = models()
     switched = apply_optimizations(together, OptimizationConfig(merge_projections=True), FAMILY, lambda line: None)
     assert isinstance(switched, GrootN17Model)
-    assert_mean_of_single_draws(switched, alone, tiny_batch(together.config))
+    assert_mean_of_single_draws(switched, alone, tiny_batch(together.config), mean_loss, gradients)
 
 
 def test_sampling_does_not_know_of_them() -> None:

@@ -85,6 +85,6 @@ class MultiHeadAttention(MergesProjections):
             query_BNQD, memory = self.query_key_value(tokens_BQH)
         else:
             query_BQH = self.q_proj(tokens_BQH)
-            query_BNQD = self.split_heads(query_BQH.reshape(memory[0].shape[0], -1, query_BQH.shape[-1]))
+            query_BNQD = self.split_heads(query_BQH.reshape(memory.key_BGSD.shape[0], -1, query_BQH.shape[-1]))
         attended_BQH = attend(query_BNQD, *memory, mask_B11K, self.backend)
         return self.out_proj(attended_BQH.reshape(*tokens_BQH.shape[:2], -1))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from megatron_vla.data.draws import fields_of_draws
 from megatron_vla.models.common.converter import CheckpointConverter, Layout
 from megatron_vla.models.common.resolution import ShapeFlags
 from megatron_vla.models.groot_n1_7.assemble import Assembler
@@ -97,7 +98,6 @@ def fixed_batch(config: GrootN17Config) -> GrootN17Batch:
     grids = ([(1, 2 * merge, 2 * merge)], [(1, merge, 2 * merge), (1, 2 * merge, 2 * merge)])
     words = min(config.image_token, config.padding_token or config.image_token) - 1
     draws = config.flow_draws
-    flow_times = [np.linspace(first, 0.5, draws, dtype=np.float32) if draws > 1 else first for first in (0.25, 0.9)]
     samples = []
     for number, of_sample in enumerate(grids):
         image_tokens = [config.image_token] * sum(h * w // config.merge_unit for _, h, w in of_sample)
@@ -117,8 +117,10 @@ def fixed_batch(config: GrootN17Config) -> GrootN17Batch:
                 "actions_BTA": generator.uniform(-1, 1, (horizon, width)).astype(np.float32),
                 "action_is_valid_BTA": np.ones((horizon, width), dtype=bool),
                 "action_dim_is_valid_BA": np.ones(width, dtype=bool),
-                "noise_BTA": generator.standard_normal((draws * horizon, width), dtype=np.float32),
-                "time_B": np.float32(flow_times[number]),
+                **fields_of_draws(
+                    generator.standard_normal((draws * horizon, width), dtype=np.float32),
+                    np.linspace((0.25, 0.9)[number], 0.5, draws, dtype=np.float32),
+                ),
                 "sample_index_B": np.int64(number),
                 "epoch_B": np.int64(0),
             }

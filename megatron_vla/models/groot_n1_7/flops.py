@@ -73,15 +73,15 @@ def _vl(config: GrootN17Config, tokens: int) -> float:
 
 def _dit(config: GrootN17Config, index: int, own: int, image_tokens: int, text_tokens: int) -> float:
     """`own`: tokens of one action chunk. Keys and values of what the chunks read are computed once for all draws."""
-    width = config.dit_hidden_size
+    width, draws = config.dit_hidden_size, config.flow_draws
     if index % 2:
-        read, keys_and_values, memory = own, 2 * own * width**2, 0
+        read, keys_and_values = own, 2 * draws * own * width**2
     else:
         reads_text = index % (2 * config.attend_text_every_n_blocks) == 0
-        read, keys_and_values = (text_tokens if reads_text else image_tokens), 0
-        memory = 2 * read * config.hidden_size * width
-    matrices = own * (2 * width**2 + 2 * width * config.dit_ffn_hidden_size) + keys_and_values
-    return 2.0 * (memory + config.flow_draws * (matrices + 2 * own * read * width + 2 * width**2))
+        read = text_tokens if reads_text else image_tokens
+        keys_and_values = 2 * read * config.hidden_size * width
+    matrices = own * (2 * width**2 + 2 * width * config.dit_ffn_hidden_size)
+    return 2.0 * (keys_and_values + draws * (matrices + 2 * own * read * width + 2 * width**2))
 
 
 def _interface(config: GrootN17Config, horizon: int) -> float:

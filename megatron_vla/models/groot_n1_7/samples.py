@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_vla.config.run import RunConfig
-from megatron_vla.data.draws import MOCK_STREAM, NOISE_STREAM, TIME_STREAM, sample_generator
+from megatron_vla.data.draws import MOCK_STREAM, fields_of_draws, noise_and_shares, sample_generator
 from megatron_vla.data.loader import PromptPadding, prompt_slots
 from megatron_vla.data.mock import FIRST_TOKEN, MOCK_ROBOT_DIM, NUM_PHASES, WithoutFiles, mock_actions
 from megatron_vla.models.groot_n1_7.assemble import Assembler
@@ -35,16 +35,12 @@ def state_is_dropped(config: GrootN17Config, stream: int, seed: int, epoch: int,
 def draws(config: GrootN17Config, seed: int, epoch: int, sample_index: int) -> dict[str, Any]:
     """Noise [draws * T, A], flow times [draws] (0 = noise, 1 = data) and feature dropout of one training sample.
 
-    The time of a single draw is a scalar. The first draws do not depend on how many there are. Time: u ~ Beta(1.5, 1) by its
-    inverse CDF, t = 0.999 (1 - u).
+    The time of a single draw is a scalar: t = 0.999 (1 - u), u ~ Beta(1.5, 1).
     """
-    num_draws = config.flow_draws
-    shape = (num_draws * config.action_horizon, config.max_action_dim)
-    uniform = sample_generator(seed, TIME_STREAM, epoch, sample_index).random(num_draws)
-    times = ((1.0 - uniform ** (2.0 / 3.0)) * TIME_SCALE).astype(np.float32)
+    sizes = config.action_horizon, config.max_action_dim, config.flow_draws
+    noise, shares = noise_and_shares(seed, epoch, sample_index, *sizes)
     return {
-        "noise_BTA": sample_generator(seed, NOISE_STREAM, epoch, sample_index).standard_normal(shape, dtype=np.float32),
-        "time_B": times[0] if num_draws == 1 else times,
+        **fields_of_draws(noise, ((1.0 - shares) * TIME_SCALE).astype(np.float32)),
         "state_is_dropped_B": np.bool_(state_is_dropped(config, STATE_FEATURE_STREAM, seed, epoch, sample_index)),
     }
 
